@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage contracts: what a named step of a layer takes in and hands back.
 
 A contract is plain data. Dimensions carry names, so that a precondition can speak of

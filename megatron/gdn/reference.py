@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every stage of a Gated DeltaNet layer in plain torch, for any device and any floating dtype.
 
 Two uses. In float64 these functions are the oracle of the parity tests: every rounding point below

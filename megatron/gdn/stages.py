@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of a Gated DeltaNet layer, in the order in which its forward runs them.
 
 Sizes are local to the rank: after tensor parallelism and after the head redistribution of context
@@ -11,6 +12,7 @@ This module imports no torch: `tools/list_fusions` reads it on machines that hav
 from __future__ import annotations
 
 from fusion_registry.contracts import StageContract, StageInput, StageOutput
+from fusion_registry.registry import Catalogue
 
 _HEAD_COUNTS_AND_DIMS = (
     StageInput("num_key_heads", "int"),
@@ -140,4 +142,14 @@ STAGES: tuple[StageContract, ...] = (
     DECAY_AND_BETA,
     GATED_DELTA_RULE,
     GATED_OUTPUT_NORM,
+)
+
+OPTIONS: tuple[str, ...] = ("gdn_pre_gated_delta_rule_fusion", "gdn_gated_output_norm_fusion")
+"""Boolean fields of `megatron.gdn.TransformerConfig` that a declaration may bind to."""
+
+CATALOGUE = Catalogue(
+    stages=STAGES,
+    builtin_package="megatron.gdn.fusions",
+    entry_point_group="megatron.gdn.fusions",
+    options=OPTIONS,
 )

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A selection resolved for one layer: what runs at each stage, judged on every call.
+
+A binding is made once, when the layer is built: implementations are imported, their signatures
+checked against the stage, preconditions compiled to closures. After that its choices never change;
+only its counters do. It holds no reference to the layer and shares nothing with other bindings.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fusion_registry.contracts import StageContract
+from fusion_registry.errors import (
+    CandidateRefusal,
+    ConfigProblem,
+    FusionConfigError,
+    FusionUnsupportedError,
+    Reason,
+)
+from fusion_registry.import_path import import_object
+from fusion_registry.machine import Machine
+from fusion_registry.preconditions import Inputs, Judge, Phase, Precondition, version_problem
+from fusion_registry.registry import RegisteredFusion, Registry, load_registry
+from fusion_registry.selection import Claim, Selection
+
+logger = logging.getLogger("fusion_registry")
+
+
+class CompiledRules:
+    """The preconditions of one fusion as closures, in order of declaration."""
+
+    def __init__(
+        self, rules: Sequence[Precondition], contract: StageContract, phases: Sequence[Phase]
+    ) -> None:
+        self.rules = tuple(rule for rule in rules if rule.phase in phases)
+        self.judges: tuple[Judge, ...] = tuple(rule.compile(contract) for rule in self.rules)
+
+    def reasons(self, inputs: Inputs, layer: Any) -> tuple[Reason, ...]:
+        """Every reason why the call cannot be served; empty when it can."""
+        return tuple(
+            Reason(rule.code, f"{rule.describe()}, got {found}")
+            for rule, judge in zip(self.rules, self.judges, strict=True)
+            if (found := judge(inputs, layer)) is not None
+        )
+
+
+ALL_PHASES: tuple[Phase, ...] = ("config", "layer", "call")
+
+
+class BoundFusion:
+    """One candidate of a stage: the imported implementation and its rules."""
+
+    def __init__(self, fusion: RegisteredFusion, contract: StageContract) -> None:
+        declaration = fusion.declaration
+        self.name = declaration.name
+        self.option = declaration.option
+        self.determinism = declaration.determinism
+        self.contract = contract
+        implementation = load_implementation(fusion, contract)
+        # The binding judges the same declaration, so a second judgement inside is spared.
+        self.call: Callable[..., Any] = getattr(implementation, "unchecked", implementation)
+        self.rules = CompiledRules(declaration.preconditions, contract, ALL_PHASES)
+        self.early = {
+            phase: CompiledRules(declaration.preconditions, contract, phases)
+            for phase, phases in (("config", ("config",)), ("layer", ("config", "layer")))
+        }
+        self.calls = 0
+
+    def refusal(self, reasons: tuple[Reason, ...]) -> CandidateRefusal:
+        return CandidateRefusal(self.name, self.option, reasons)
+
+
+class BoundStage:
+    """What a layer does at one stage."""
+
+    __slots__ = (
+        "candidates",
+        "contract",
+        "layer_number",
+        "origin",
+        "refused_calls",
+        "unfused",
+        "unfused_calls",
+    )
+
+    def __init__(
+        self,
+        contract: StageContract,
+        candidates: tuple[BoundFusion, ...],
+        origin: str,
+        layer_number: int | None,
+    ) -> None:
+        self.contract = contract
+        self.candidates = candidates
+        self.origin = origin
+        self.layer_number = layer_number
+        self.unfused = import_object(contract.unfused)
+        self.unfused_calls = 0
+        self.refused_calls = 0
+
+    def run(self, layer: Any, inputs: Inputs) -> Any:
+        """Run the first candidate that may serve the call, or the unfused code if none is bound.
+
+        Raises:
+            FusionUnsupportedError: candidates are bound and none may serve the call.
+        """
+        for fusion in self.candidates:
+            for judge in fusion.rules.judges:
+                if judge(inputs, layer) is not None:
+                    break
+            else:
+                if not fusion.calls:
+                    logger.info(
+                        "layer %s: stage %s runs fusion %s",
+                        self.layer_number,
+                        self.contract.name,
+                        fusion.name,
+                    )
+                fusion.calls += 1
+                return fusion.call(**inputs)
+        if self.candidates:
+            self.refused_calls += 1
+            raise self.refusal(
+                [fusion.refusal(fusion.rules.reasons(inputs, layer)) for fusion in self.candidates]
+            )
+        self.unfused_calls += 1
+        return self.unfused(layer, **inputs)
+
+    def check_early(self, phase: Phase, layer: Any) -> None:
+        """Judge what is known before any call.
+
+        Args:
+            phase: `config` or `layer`.
+            layer: the layer, or anything with its `config`.
+
+        Raises:
+            FusionUnsupportedError: no candidate can ever serve this layer.
+        """
+        refusals = []
+        for fusion in self.candidates:
+            reasons = fusion.early[phase].reasons({}, layer)
+            if not reasons:
+                return
+            refusals.append(fusion.refusal(reasons))
+        if refusals:
+            self.refused_calls += 1
+            raise self.refusal(refusals)
+
+    def refusal(self, refusals: list[CandidateRefusal]) -> FusionUnsupportedError:
+        return FusionUnsupportedError(
+            stage=self.contract.name,
+            candidates=refusals,
+            layer=self.layer_number,
+            origin=self.origin,
+        )
+
+
+class Binding:
+    """Every stage of one layer, resolved.
+
+    Args:
+        registry: where contracts and fusions stand.
+        claims: what was decided, by stage (see `Selection.for_layer`).
+        layer_number: for messages and reports.
+
+    Raises:
+        FusionConfigError: an implementation or a package that it needs is absent or broken, or
+            its signature does not fit the stage.
+    """
+
+    def __init__(
+        self, registry: Registry, claims: Mapping[str, Claim], layer_number: int | None = None
+    ) -> None:
+        self.layer_number = layer_number
+        self.stages: dict[str, BoundStage] = {}
+        for name, contract in registry.stages.items():
+            claim = claims.get(name)
+            candidates: tuple[BoundFusion, ...] = ()
+            if claim is not None:
+                candidates = tuple(
+                    BoundFusion(registry.fusion(fusion, claim.origin), contract)
+                    for fusion in claim.candidates
+                )
+            self.stages[name] = BoundStage(
+                contract, candidates, claim.origin if claim else "", layer_number
+            )
+
+    def run(self, stage: str, layer: Any, inputs: Inputs) -> Any:
+        """Run `stage` for `layer` on its named inputs (see `BoundStage.run`)."""
+        return self.stages[stage].run(layer, inputs)
+
+    def check_layer(self, layer: Any) -> None:
+        """Refuse now what the finished layer alone decides (see `BoundStage.check_early`)."""
+        for stage in self.stages.values():
+            stage.check_early("layer", layer)
+
+
+def check_config(selection: Selection, config: Any, layers: Sequence[int | None]) -> None:
+    """Refuse now what the configuration alone decides, for every layer of a model.
+
+    Raises:
+        FusionUnsupportedError: no candidate of some stage can ever run under `config`.
+    """
+    shim = SimpleNamespace(config=config)
+    judged = set()
+    for layer in layers:
+        for stage, claim in selection.for_layer(layer).items():
+            if claim in judged:
+                continue
+            judged.add(claim)
+            contract = selection.registry.stages[stage]
+            refusals = []
+            for name in claim.candidates:
+                declaration = selection.registry.fusion(name, claim.origin).declaration
+                rules = CompiledRules(declaration.preconditions, contract, ("config",))
+                reasons = rules.reasons({}, shim)
+                if not reasons:
+                    break
+                refusals.append(CandidateRefusal(name, declaration.option, reasons))
+            else:
+                raise FusionUnsupportedError(
+                    stage=stage, candidates=refusals, origin=claim.origin
+                )
+
+
+def unavailable(fusion: RegisteredFusion, machine: Machine) -> Iterator[str]:
+    """Why a fusion cannot run on a machine at all: packages, then devices."""
+    for package, versions in fusion.declaration.packages.items():
+        found = version_problem(package, versions, machine)
+        if found is not None:
+            yield f"needs {package} {versions}, got {found}"
+    for rule in fusion.declaration.preconditions:
+        found = rule.machine_problem(machine)
+        if found is not None:
+            yield found
+
+
+def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Callable[..., Any]:
+    """Import the implementation of a fusion and check its signature against its stage.
+
+    Raises:
+        FusionConfigError: a package is absent or of a wrong version, the import fails, or the
+            callable does not accept the stage's inputs by keyword.
+    """
+    declaration = fusion.declaration
+
+    def wrong(text: str) -> FusionConfigError:
+        return FusionConfigError(
+            ConfigProblem(
+                f"fusion {fusion.name!r} {text}", fusion.origin.file, fusion.origin.line
+            )
+        )
+
+    here = Machine("this machine", "cpu")
+    for package, versions in declaration.packages.items():
+        found = version_problem(package, versions, here)
+        if found is not None:
+            raise wrong(f"needs {package} {versions}, got {found}")
+    try:
+        implementation = import_object(declaration.implementation)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise wrong(
+            f"cannot import {declaration.implementation}, which is broken here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not callable(implementation):
+        raise wrong(f"names {declaration.implementation}, which is not callable")
+    try:
+        inspect.signature(implementation).bind(**{item.name: None for item in contract.inputs})
+    except TypeError as error:
+        raise wrong(
+            f"names {declaration.implementation}, which does not accept the inputs of stage "
+            f"{contract.name} ({', '.join(item.name for item in contract.inputs)}): {error}"
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature; the first call will tell
+    return implementation
+
+
+def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a built-in implementation judge its own declaration when it is called directly.
+
+    A direct call has neither config nor layer, so only the rules about its arguments apply. The
+    undecorated function stays reachable as `.unchecked`, which a binding calls after it has
+    judged the same rules itself.
+
+    Args:
+        name: the fusion's name in the registry.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.cache
+        def rules() -> tuple[RegisteredFusion, StageContract, CompiledRules]:
+            registry = load_registry(plugins=False)
+            fusion = registry.fusion(name)
+            contract = registry.stages[fusion.declaration.stage]
+            return (
+                fusion,
+                contract,
+                CompiledRules(fusion.declaration.preconditions, contract, ("call",)),
+            )
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            fusion, contract, compiled = rules()
+            for item in contract.inputs:
+                value = bound.arguments[item.name]
+                if item.is_tensor and not hasattr(value, "stride"):
+                    if value is None and item.kind == "optional_tensor":
+                        continue
+                    raise TypeError(f"{item.name} must be a tensor, got {type(value).__name__}")
+            reasons = compiled.reasons(bound.arguments, None)
+            if reasons:
+                raise FusionUnsupportedError(
+                    stage=contract.name,
+                    candidates=[
+                        CandidateRefusal(fusion.name, fusion.declaration.option, reasons)
+                    ],
+                )
+            return function(**bound.arguments)
+
+        checked.unchecked = function  # type: ignore[attr-defined]
+        return checked
+
+    return decorate

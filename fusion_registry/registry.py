@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The validated catalogue of stages and fusions, and how declarations get into it.
+
+Three sources, one code path: the built-in files of a catalogue, files that the user names, and
+plug-ins (installed packages that announce declaration files under an entry-point group). A file is
+validated whole before anything of it is registered, and nothing that it names is imported here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import importlib.resources
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fusion_registry.contracts import StageContract
+from fusion_registry.errors import ConfigProblem, FusionConfigError
+from fusion_registry.import_path import import_object
+from fusion_registry.preconditions import AnyPrecondition
+from fusion_registry.schema import FusionDeclaration, FusionFile, StageSelection
+from fusion_registry.yaml_source import KeyPath, YamlSource, read_yaml
+
+DEFAULT_CATALOGUE = "megatron.gdn.stages:CATALOGUE"
+"""The catalogue that `load_registry` serves when none is given."""
+
+LARGEST_FILE = 1 << 20
+"""Bytes; a declaration file has a few kilobytes."""
+
+SourceKind = Literal["built-in", "config file", "plug-in"]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a product brings: its stages and its own declaration files.
+
+    Args:
+        stages: contracts, in the order in which a layer runs them.
+        builtin_package: package whose `*.yaml` resources are the built-in declarations.
+        entry_point_group: group under which plug-ins announce theirs.
+        options: names of the boolean config options that a declaration may bind to.
+    """
+
+    stages: tuple[StageContract, ...]
+    builtin_package: str
+    entry_point_group: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a declaration was read: the kind of source, the file, the line."""
+
+    kind: SourceKind
+    file: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class RegisteredFusion:
+    """A declaration in the registry, with its origin."""
+
+    declaration: FusionDeclaration
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        return self.declaration.name
+
+
+@dataclass(frozen=True)
+class FileSelection:
+    """An entry of a config file's `select` list, with its origin."""
+
+    selection: StageSelection
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class BrokenPlugin:
+    """A plug-in that could not be registered; fatal only for a run that selects it.
+
+    Args:
+        name: of the entry point; origin: its distribution or value.
+        error: what went wrong; fusions: names that it would have declared, as far as known.
+    """
+
+    name: str
+    origin: str
+    error: str
+    fusions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Stages and fusions by name. Immutable; several may live in one process."""
+
+    stages: Mapping[str, StageContract]
+    fusions: Mapping[str, RegisteredFusion]
+    options: tuple[str, ...] = ()
+    selections: tuple[FileSelection, ...] = ()
+    broken_plugins: tuple[BrokenPlugin, ...] = ()
+    parents: Mapping[str, str] = field(default_factory=dict)
+
+    def stage(self, name: str, origin: str = "") -> StageContract:
+        """The contract called `name`.
+
+        Raises:
+            FusionConfigError: no such stage; the message lists those that exist.
+        """
+        if name not in self.stages:
+            raise FusionConfigError(ConfigProblem(unknown("stage", name, self.stages), origin))
+        return self.stages[name]
+
+    def fusion(self, name: str, origin: str = "") -> RegisteredFusion:
+        """The fusion called `name`.
+
+        Raises:
+            FusionConfigError: no such fusion, or a broken plug-in declares it; the message lists
+                what exists and names the broken plug-ins.
+        """
+        for plugin in self.broken_plugins:
+            if name in plugin.fusions:
+                raise FusionConfigError(
+                    ConfigProblem(
+                        f"fusion {name!r} is declared by the plug-in {plugin.name!r} "
+                        f"({plugin.origin}), which failed to load: {plugin.error}",
+                        origin,
+                    )
+                )
+        if name not in self.fusions:
+            text = unknown("fusion", name, self.fusions)
+            for plugin in self.broken_plugins:
+                text += (
+                    f"\n  plug-in {plugin.name!r} ({plugin.origin}) failed to load and may have "
+                    f"declared it: {plugin.error}"
+                )
+            raise FusionConfigError(ConfigProblem(text, origin))
+        return self.fusions[name]
+
+    def fusions_of(self, stage: str) -> tuple[RegisteredFusion, ...]:
+        """Fusions registered for `stage`, in order of registration."""
+        return tuple(item for item in self.fusions.values() if item.declaration.stage == stage)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """`unknown fusion 'x'; did you mean 'y'? valid: ...`."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown {what} {name!r}; {hint}valid: {', '.join(names) or 'none'}"
+
+
+def default_catalogue() -> Catalogue:
+    """The catalogue named by `DEFAULT_CATALOGUE`."""
+    catalogue: Catalogue = import_object(DEFAULT_CATALOGUE)
+    return catalogue
+
+
+def load_registry(
+    config_files: Sequence[str | Path] = (),
+    *,
+    catalogue: Catalogue | None = None,
+    plugins: bool = True,
+) -> Registry:
+    """Read every declaration and build the registry.
+
+    Args:
+        config_files: files that the user named, in order.
+        catalogue: stages and built-in declarations; the GDN catalogue by default.
+        plugins: whether installed plug-ins are read.
+
+    Raises:
+        FusionConfigError: a file cannot be read, breaks the schema, speaks of unknown stages,
+            inputs or options, or declares a name that exists. All faults of a file are listed.
+    """
+    catalogue = default_catalogue() if catalogue is None else catalogue
+    fusions: dict[str, RegisteredFusion] = {}
+    for declared, _ in _builtin_files(catalogue):
+        _register(fusions, declared)
+    broken: list[BrokenPlugin] = []
+    if plugins:
+        for plugin in importlib.metadata.entry_points(group=catalogue.entry_point_group):
+            _register_plugin(plugin, catalogue, fusions, broken)
+    selections: list[FileSelection] = []
+    for path in config_files:
+        declared, selected = parse_declarations(
+            _read_file(Path(path)), str(path), catalogue, "config file"
+        )
+        _register(fusions, declared)
+        selections.extend(selected)
+    return Registry(
+        stages=MappingProxyType({stage.name: stage for stage in catalogue.stages}),
+        fusions=MappingProxyType(fusions),
+        options=catalogue.options,
+        selections=tuple(selections),
+        broken_plugins=tuple(broken),
+        parents=MappingProxyType(
+            {child: stage.name for stage in catalogue.stages for child in stage.children}
+        ),
+    )
+
+
+Parsed = tuple[tuple[RegisteredFusion, ...], tuple[FileSelection, ...]]
+
+
+def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceKind) -> Parsed:
+    """Validate a declaration file whole.
+
+    Returns:
+        Its fusions and its selections, each with file and line.
+
+    Raises:
+        FusionConfigError: with every fault of the file.
+    """
+    source = read_yaml(text, file)
+    if source.data is None:
+        return (), ()
+    if not isinstance(source.data, dict):
+        raise FusionConfigError(
+            source.problem((), f"a mapping with the keys fusions and select, got {source.data!r}")
+        )
+    try:
+        parsed = FusionFile.model_validate(source.data)
+    except ValidationError as error:
+        raise FusionConfigError(*_schema_problems(error, source)) from None
+    problems = list(_contract_problems(parsed, source, catalogue))
+    if problems:
+        raise FusionConfigError(*problems)
+    return (
+        tuple(
+            RegisteredFusion(item, Origin(kind, file, source.line(("fusions", index))))
+            for index, item in enumerate(parsed.fusions)
+        ),
+        tuple(
+            FileSelection(item, Origin(kind, file, source.line(("select", index))))
+            for index, item in enumerate(parsed.select)
+        ),
+    )
+
+
+def _read_file(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise FusionConfigError(
+                ConfigProblem(f"larger than {LARGEST_FILE} bytes; split it", str(path))
+            )
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FusionConfigError(
+            ConfigProblem(f"cannot be read: {error.strerror or error}", str(path))
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FusionConfigError(ConfigProblem(f"not UTF-8 text: {error}", str(path))) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _builtin_files(catalogue: Catalogue) -> tuple[Parsed, ...]:
+    # Immutable data of an installed package, so it is read once per process.
+    root = importlib.resources.files(catalogue.builtin_package)
+    files = sorted(
+        (item for item in root.iterdir() if item.name.endswith(".yaml")), key=lambda f: f.name
+    )
+    return tuple(
+        parse_declarations(
+            item.read_text(encoding="utf-8"),
+            f"{catalogue.builtin_package.replace('.', '/')}/{item.name}",
+            catalogue,
+            "built-in",
+        )
+        for item in files
+    )
+
+
+def _register(
+    fusions: dict[str, RegisteredFusion], declared: Sequence[RegisteredFusion]
+) -> None:
+    problems = [
+        ConfigProblem(
+            f"fusion {item.name!r} is declared already, in {fusions[item.name].origin}; "
+            "choose another name",
+            item.origin.file,
+            item.origin.line,
+        )
+        for item in declared
+        if item.name in fusions
+    ]
+    if problems:
+        raise FusionConfigError(*problems)
+    fusions.update((item.name, item) for item in declared)
+
+
+def _register_plugin(
+    plugin: importlib.metadata.EntryPoint,
+    catalogue: Catalogue,
+    fusions: dict[str, RegisteredFusion],
+    broken: list[BrokenPlugin],
+) -> None:
+    distribution = plugin.dist.name if plugin.dist is not None else plugin.value
+    names: tuple[str, ...] = ()
+    try:
+        declared: list[RegisteredFusion] = []
+        for file, text in _plugin_files(plugin):
+            parsed, selected = parse_declarations(text, file, catalogue, "plug-in")
+            if selected:
+                raise FusionConfigError(
+                    ConfigProblem("a plug-in registers fusions; it may not select them", file)
+                )
+            declared.extend(parsed)
+        names = tuple(item.name for item in declared)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise FusionConfigError(f"{plugin.value} declares {', '.join(twice)} twice")
+        _register(fusions, declared)
+    except Exception as error:  # a plug-in may raise anything while it is imported
+        broken.append(
+            BrokenPlugin(plugin.name, distribution, f"{type(error).__name__}: {error}", names)
+        )
+
+
+def _plugin_files(plugin: importlib.metadata.EntryPoint) -> Iterator[tuple[str, str]]:
+    """Files that a plug-in names: the entry point's object is a path, a resource, or a list of
+    them; a text without a folder is a resource of the plug-in's own package."""
+    named = plugin.load()
+    items = [named] if isinstance(named, str | Path) or hasattr(named, "read_text") else named
+    for item in items:
+        resource = (
+            importlib.resources.files(plugin.module.partition(".")[0]) / item
+            if isinstance(item, str) and not Path(item).is_absolute()
+            else Path(item)
+            if isinstance(item, str)
+            else item
+        )
+        yield f"{plugin.value} ({resource})", resource.read_text(encoding="utf-8")
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)
+
+
+_PRECONDITION_MODELS: dict[str, type[BaseModel]] = {
+    get_args(model.model_fields["kind"].annotation)[0]: model
+    for model in get_args(get_args(AnyPrecondition)[0])
+}
+
+
+def precondition_kinds() -> Mapping[str, type[BaseModel]]:
+    """Every kind of precondition and its model, in order."""
+    return MappingProxyType(_PRECONDITION_MODELS)
+
+
+def _schema_problems(error: ValidationError, source: YamlSource) -> Iterator[ConfigProblem]:
+    for item in error.errors(include_url=False, include_context=False):
+        # pydantic puts the tags of unions into the path; the file does not have them.
+        path: KeyPath = ()
+        for part in item["loc"]:
+            if (*path, part) in source.lines:
+                path = (*path, part)
+        kind, last = item["type"], item["loc"][-1]
+        text = item["msg"].removeprefix("Value error, ")
+        if kind == "missing":
+            text = f"the key {last!r} is required; add it"
+        elif kind == "extra_forbidden":
+            text = f"unknown key {last!r}; valid: {_valid_keys(path[:-1], source)}"
+        elif kind == "union_tag_not_found":
+            text = f"the key 'kind' is required; one of {', '.join(_PRECONDITION_MODELS)}"
+        elif kind == "union_tag_invalid":
+            got = item["input"].get("kind") if isinstance(item["input"], dict) else item["input"]
+            text = unknown("kind", str(got), _PRECONDITION_MODELS)
+        elif "input" in item and kind != "value_error":
+            text += f", got {_short(item['input'])}"
+        yield source.problem(path, text)
+
+
+def _valid_keys(path: KeyPath, source: YamlSource) -> str:
+    if not path:
+        return _keys(FusionFile)
+    if len(path) == 2:
+        return _keys(FusionDeclaration if path[0] == "fusions" else StageSelection)
+    value: Any = source.data
+    for part in path:
+        value = value[part]
+    model = _PRECONDITION_MODELS.get(str(value.get("kind")))
+    return _keys(model) if model is not None else ", ".join(_PRECONDITION_MODELS)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        text = "a number too long to print"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _contract_problems(
+    parsed: FusionFile, source: YamlSource, catalogue: Catalogue
+) -> Iterator[ConfigProblem]:
+    stages = {stage.name: stage for stage in catalogue.stages}
+    first: dict[str, int] = {}
+    for index, item in enumerate(parsed.fusions):
+        path: KeyPath = ("fusions", index)
+        if item.name in first:
+            yield source.problem(
+                (*path, "name"),
+                f"fusion {item.name!r} is declared already, in {source.origin}:"
+                f"{source.line(('fusions', first[item.name]))}; choose another name",
+            )
+        first.setdefault(item.name, index)
+        if item.option is not None and item.option not in catalogue.options:
+            yield source.problem(
+                (*path, "option"), unknown("option", item.option, catalogue.options)
+            )
+        contract = stages.get(item.stage)
+        if contract is None:
+            yield source.problem((*path, "stage"), unknown("stage", item.stage, stages))
+            continue
+        for place, rule in enumerate(item.preconditions):
+            for text in rule.problems(contract):
+                yield source.problem((*path, "preconditions", place), text)
+    for index, choice in enumerate(parsed.select):
+        if choice.stage not in stages:
+            yield source.problem(
+                ("select", index, "stage"), unknown("stage", choice.stage, stages)
+            )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The format in which fusions are declared and selected, as pydantic models.
+
+    fusions:                       # what exists
+      - name: my_convolution
+        stage: causal_conv1d
+        implementation: my_package.kernels:convolution
+        determinism: deterministic
+        preconditions:
+          - {kind: dtype_in, tensor: qkv, dtypes: [bfloat16]}
+    select:                        # what a run uses
+      - {stage: causal_conv1d, fusions: [my_convolution], layers: 1-4}
+
+Built-in fusions are declared in the same format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from fusion_registry.import_path import ImportPath
+from fusion_registry.preconditions import AnyPrecondition, Name
+from fusion_registry.version_range import VersionRange
+
+FusionName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=100)
+]
+Determinism = Literal["deterministic", "nondeterministic", "unknown"]
+
+LARGEST_LAYER_NUMBER = 100_000
+
+
+class LayerSet(BaseModel):
+    """Layer numbers, from 1, as inclusive ranges. Written `3`, `1-4,7` or `[1-4, 7]`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    ranges: tuple[tuple[int, int], ...]
+
+    def __contains__(self, layer: int) -> bool:
+        return any(first <= layer <= last for first, last in self.ranges)
+
+    def __str__(self) -> str:
+        return ",".join(
+            str(first) if first == last else f"{first}-{last}" for first, last in self.ranges
+        )
+
+    @classmethod
+    def parse(cls, value: Any) -> LayerSet:
+        """Read a number, a text such as `1-4,7`, or a list of those.
+
+        Raises:
+            ValueError: it is none of them, a range runs backwards, or a number is no layer.
+        """
+        items = value if isinstance(value, list | tuple) else [value]
+        ranges = []
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int | str):
+                raise ValueError(f"not layer numbers: {item!r}; write them like 3 or 1-4,7")
+            for part in str(item).split(","):
+                first, dash, last = part.strip().partition("-")
+                try:
+                    low = int(first)
+                    high = int(last) if dash else low
+                except ValueError:
+                    raise ValueError(
+                        f"not layer numbers: {part!r}; write them like 3 or 1-4,7"
+                    ) from None
+                if not 1 <= low <= high <= LARGEST_LAYER_NUMBER:
+                    raise ValueError(
+                        f"layers {part.strip()!r} must count up from 1 to at most "
+                        f"{LARGEST_LAYER_NUMBER}"
+                    )
+                ranges.append((low, high))
+        if not ranges:
+            raise ValueError("no layer numbers given; leave `layers` out to mean every layer")
+        return cls(ranges=tuple(ranges))
+
+
+class FusionDeclaration(BaseModel):
+    """One fusion: an implementation of one stage, and when it may run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: FusionName
+    stage: Name
+    implementation: ImportPath
+    determinism: Determinism
+    preconditions: tuple[AnyPrecondition, ...]
+    description: str = ""
+    option: Name | None = None
+    packages: Mapping[str, VersionRange] = Field(default_factory=dict)
+    source: str = ""
+
+
+class StageSelection(BaseModel):
+    """Which fusions serve a stage, best first, or `off`; for all layers or for some."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    stage: Name
+    fusions: tuple[FusionName, ...] | Literal["off"]
+    layers: LayerSet | None = None
+
+    @field_validator("fusions", mode="before")
+    @classmethod
+    def _read_off(cls, value: Any) -> Any:
+        # YAML 1.1 reads a bare `off` as False.
+        if value is False:
+            return "off"
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError("an empty list selects nothing; write `off`")
+        if isinstance(value, list | tuple) and len({str(item) for item in value}) < len(value):
+            raise ValueError(f"a fusion is listed twice: {value}")
+        return value
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _read_layers(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, LayerSet) else LayerSet.parse(value)
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Fusion names, best first; empty for `off`."""
+        return () if self.fusions == "off" else self.fusions
+
+
+class FusionFile(BaseModel):
+    """A declaration file: fusions to register, stages to select them for, or both."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fusions: tuple[FusionDeclaration, ...] = ()
+    select: tuple[StageSelection, ...] = ()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a YAML document to plain data and remembers the line of every key path.
+
+Only the safe loader's types come out. Duplicate keys, anchors, aliases and tags are refused:
+a declaration that says a thing twice, or that needs a second document to be understood, is a
+mistake more often than a wish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from fusion_registry.errors import ConfigProblem, FusionConfigError
+
+KeyPath = tuple[str | int, ...]
+MAX_DEPTH = 24
+"""Nesting that no declaration needs; deeper documents are refused before Python's stack is."""
+
+
+@dataclass(frozen=True)
+class YamlSource:
+    """A parsed document: its data, and where each part of it stands."""
+
+    origin: str
+    data: Any
+    lines: Mapping[KeyPath, int]
+
+    def line(self, path: KeyPath) -> int | None:
+        """Line of `path`, or of its nearest ancestor that stands in the document."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path)
+
+    def problem(self, path: KeyPath, text: str) -> ConfigProblem:
+        """A fault at `path`, with the file and line filled in."""
+        return ConfigProblem(text, self.origin, self.line(path), format_path(path))
+
+
+def format_path(path: KeyPath) -> str:
+    """`("fusions", 0, "stage")` as `fusions[0].stage`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def read_yaml(text: str, origin: str) -> YamlSource:
+    """Parse `text`.
+
+    Raises:
+        FusionConfigError: not YAML, or YAML that is refused (see the module docstring).
+    """
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise _refused(origin, event, "anchors and aliases are not accepted; write it out")
+            if getattr(event, "tag", None):
+                raise _refused(origin, event, f"the tag {event.tag} is not accepted; remove it")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines: dict[KeyPath, int] = {}
+        if root is not None:
+            for path, node in _walk(root, (), origin):
+                lines[path] = node.start_mark.line + 1
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error)
+        raise FusionConfigError(
+            ConfigProblem(f"not valid YAML: {what}", origin, mark.line + 1 if mark else None)
+        ) from error
+    except FusionConfigError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        # PyYAML lets these through for scalars such as 2001-99-99 or an int of 5,000 digits.
+        raise FusionConfigError(
+            ConfigProblem(f"not readable as YAML: {type(error).__name__}: {error}", origin)
+        ) from error
+    return YamlSource(origin, data, lines)
+
+
+def _refused(origin: str, at: Any, text: str) -> FusionConfigError:
+    return FusionConfigError(ConfigProblem(text, origin, at.start_mark.line + 1))
+
+
+def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath, yaml.Node]]:
+    if len(path) > MAX_DEPTH:
+        raise _refused(origin, node, f"nested deeper than {MAX_DEPTH} levels; flatten it")
+    yield path, node
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _walk(item, (*path, index), origin)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refused(origin, key, "a key must be a plain word")
+            name = str(key.value)
+            if name in seen:
+                where = format_path((*path, name))
+                raise _refused(
+                    origin, key, f"{where} stands twice, first on line {seen[name]}; keep one"
+                )
+            seen[name] = key.start_mark.line + 1
+            yield from _walk(value, (*path, name), origin)
+            yield (*path, name), key
