@@ -22,6 +22,7 @@ from fusion_registry.errors import (
     FusionConfigError,
     FusionUnsupportedError,
     Reason,
+    Refusal,
 )
 from fusion_registry.import_path import import_object
 from fusion_registry.machine import Machine
@@ -154,10 +155,7 @@ class BoundStage:
 
     def refusal(self, refusals: list[CandidateRefusal]) -> FusionUnsupportedError:
         return FusionUnsupportedError(
-            stage=self.contract.name,
-            candidates=refusals,
-            layer=self.layer_number,
-            origin=self.origin,
+            Refusal(self.contract.name, tuple(refusals), self.layer_number, self.origin)
         )
 
 
@@ -225,7 +223,7 @@ def check_config(selection: Selection, config: Any, layers: Sequence[int | None]
                 refusals.append(CandidateRefusal(name, declaration.option, reasons))
             else:
                 raise FusionUnsupportedError(
-                    stage=stage, candidates=refusals, origin=claim.origin
+                    Refusal(stage, tuple(refusals), origin=claim.origin)
                 )
 
 
@@ -321,12 +319,8 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
                     raise TypeError(f"{item.name} must be a tensor, got {type(value).__name__}")
             reasons = compiled.reasons(bound.arguments, None)
             if reasons:
-                raise FusionUnsupportedError(
-                    stage=contract.name,
-                    candidates=[
-                        CandidateRefusal(fusion.name, fusion.declaration.option, reasons)
-                    ],
-                )
+                candidate = CandidateRefusal(fusion.name, fusion.declaration.option, reasons)
+                raise FusionUnsupportedError(Refusal(contract.name, (candidate,)))
             return function(**bound.arguments)
 
         checked.unchecked = function  # type: ignore[attr-defined]

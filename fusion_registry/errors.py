@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -67,40 +66,77 @@ class CandidateRefusal:
     reasons: tuple[Reason, ...]
 
 
-class FusionUnsupportedError(ValueError):
-    """An enabled fusion cannot serve this configuration, layer or call.
+@dataclass(frozen=True)
+class Refusal:
+    """A stage that cannot be served by any fusion that was asked for; its text is the message.
 
-    Attributes:
-        reasons: every reason of every candidate, in order of declaration.
-        stage: the stage that was asked for.
-        fusion: the fusion refused (the first candidate when there were several).
+    Args:
+        stage: the stage.
+        candidates: what was asked for, best first.
         layer: layer number, from 1, or None when no layer exists yet.
-        candidates: the refusals one by one.
+        origin: who asked: an option, a flag, or a file and line.
     """
 
-    def __init__(
-        self,
-        *,
-        stage: str,
-        candidates: Sequence[CandidateRefusal],
-        layer: int | None = None,
-        origin: str | None = None,
-    ) -> None:
-        self.stage = stage
-        self.layer = layer
-        self.candidates = tuple(candidates)
-        self.fusion = self.candidates[0].fusion
-        self.reasons = tuple(reason for item in self.candidates for reason in item.reasons)
-        where = "" if layer is None else f", layer {layer}"
+    stage: str
+    candidates: tuple[CandidateRefusal, ...]
+    layer: int | None = None
+    origin: str | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f", layer {self.layer}"
         blocks = []
         for item in self.candidates:
             title = item.option or f"fusion {item.fusion}"
             lines = [f"{title} requires {reason}" for reason in item.reasons]
-            lines.append(f"  (stage {stage}, fusion {item.fusion}{where})")
+            lines.append(f"  (stage {self.stage}, fusion {item.fusion}{where})")
             blocks.append("\n".join(lines))
         option = self.candidates[0].option
-        if len(self.candidates) == 1 and option and (origin is None or option in origin):
+        by_option = option is not None and (self.origin is None or option in self.origin)
+        if len(self.candidates) == 1 and by_option:
             remedy = "disable the option to run unfused"
         else:
-            remedy = f"deselect it ({origin or 'the selection'}) to run unfused"
-        super().__init__("\n".join(blocks) + "; " + remedy)
+            remedy = f"deselect it ({self.origin or 'the selection'}) to run unfused"
+        return "\n".join(blocks) + "; " + remedy
+
+
+class FusionUnsupportedError(ValueError):
+    """An enabled fusion cannot serve this configuration, layer or call.
+
+    megatron-core's `build_module` catches what a constructor raises and raises the same type anew
+    from the message alone, so the error can be made from a text too. It then finds its details in
+    the error that it replaced.
+
+    Attributes:
+        refusal: the whole refusal, None when only a text is known.
+        reasons: every reason of every candidate, in order of declaration.
+        stage: the stage that was asked for.
+        fusion: the fusion refused (the first candidate when there were several).
+        layer: layer number, from 1, or None when no layer exists yet.
+    """
+
+    def __init__(self, refusal: Refusal | str) -> None:
+        self._refusal = refusal if isinstance(refusal, Refusal) else None
+        super().__init__(str(refusal))
+
+    @property
+    def refusal(self) -> Refusal | None:
+        if self._refusal is None and isinstance(self.__context__, FusionUnsupportedError):
+            return self.__context__.refusal
+        return self._refusal
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        candidates = self.refusal.candidates if self.refusal else ()
+        return tuple(reason for item in candidates for reason in item.reasons)
+
+    @property
+    def stage(self) -> str | None:
+        return self.refusal.stage if self.refusal else None
+
+    @property
+    def fusion(self) -> str | None:
+        return self.refusal.candidates[0].fusion if self.refusal else None
+
+    @property
+    def layer(self) -> int | None:
+        return self.refusal.layer if self.refusal else None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's transformer configuration with the fusion fields of Gated DeltaNet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fusion_registry import FusionConfigError
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
+from megatron.gdn.selection import check_fusions
+from megatron.gdn.stages import OPTIONS
+from megatron.gdn.variant import to_megatron_core_variant
+
+
+@dataclass
+class TransformerConfig(CoreTransformerConfig):
+    """A megatron-core `TransformerConfig` that can enable fusions of the GDN stages.
+
+    `experimental_attention_variant` takes `gdn`, and the deprecated alias `gated_delta_net`; it
+    is stored under megatron-core's own name, `gated_delta_net`.
+
+    Raises:
+        FusionConfigError: a bad fusion name, file or selection.
+        FusionUnsupportedError: a selected fusion can never run under this configuration, for
+            example in deterministic mode. Both are ValueErrors.
+    """
+
+    gdn_pre_gated_delta_rule_fusion: bool = False
+    """Fuse causal convolution, SiLU, layout, Q/K L2 normalisation, head expansion, beta, decay."""
+
+    gdn_gated_output_norm_fusion: bool = False
+    """Fuse the output RMSNorm and the SiLU gate after the gated delta rule."""
+
+    gdn_fusions: tuple[str, ...] = ()
+    """Names of further registered fusions to use in every layer."""
+
+    gdn_fusion_config: str | None = None
+    """A YAML file that registers fusions and selects them, per stage and per layer."""
+
+    def __post_init__(self) -> None:
+        self.experimental_attention_variant = to_megatron_core_variant(  # type: ignore[assignment]
+            self.experimental_attention_variant
+        )
+        self._check_fusion_fields()
+        super().__post_init__()
+        check_fusions(self)
+
+    def _check_fusion_fields(self) -> None:
+        for option in OPTIONS:
+            value = getattr(self, option)
+            if not isinstance(value, bool):
+                raise FusionConfigError(f"{option} must be True or False, got {value!r}")
+        if self.gdn_fusions is None:
+            self.gdn_fusions = ()
+        names = self.gdn_fusions
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise FusionConfigError(
+                f"gdn_fusions must be a tuple of fusion names, got {names!r}; "
+                "write ('name',) for one"
+            )
+        self.gdn_fusions = tuple(names)
+        if self.gdn_fusion_config is not None:
+            self.gdn_fusion_config = str(self.gdn_fusion_config)
+
+
+FUSION_FIELDS: tuple[str, ...] = tuple(
+    field.name
+    for field in fields(TransformerConfig)
+    if field.name not in {known.name for known in fields(CoreTransformerConfig)}
+)
+"""Names of the fields that `TransformerConfig` adds to megatron-core's."""

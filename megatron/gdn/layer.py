@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's Gated DeltaNet layer, its forward expressed as stages.
+
+The layer asks its binding at every stage, on every forward, and again when the output norm is
+recomputed. Which stages exist is said in `stages`, what runs unfused in `unfused`; communication
+(projections, head redistribution of context parallelism) stays megatron-core's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import (
+    GatedDeltaNetSubmodules,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+)
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
+from megatron.core.utils import deprecate_inference_params, nvtx_range_pop, nvtx_range_push
+from megatron.gdn.megatron_core_0_19 import (
+    CoreGatedDeltaNet,
+    head_permutation_for_context_parallel,
+    norm_out_checkpoint,
+    parameters_on_cpu_without_cuda,
+    token_permutation_for_packed_context_parallel,
+)
+from megatron.gdn.selection import bind_layer
+
+_CHECKPOINT = "_gdn_norm_out_checkpoint"
+
+
+class GatedDeltaNet(CoreGatedDeltaNet):
+    """A Gated DeltaNet layer whose stages can be fused.
+
+    Constructor, parameters, initialisation and checkpoint keys are those of
+    `megatron.core.ssm.gated_delta_net.GatedDeltaNet`. Which fusions it runs follows from the
+    fusion fields of `megatron.gdn.TransformerConfig`; with a plain megatron-core configuration it
+    runs unfused. Runs on a CPU as well, with `use_cpu_initialization=True`.
+
+    Attributes:
+        fusion_binding: what each stage runs, and how often it did.
+
+    Raises:
+        FusionConfigError: a bad selection, or an implementation that cannot be used.
+        FusionUnsupportedError: a selected fusion can never serve this layer.
+    """
+
+    def __init__(
+        self,
+        config: CoreTransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        with parameters_on_cpu_without_cuda():
+            super().__init__(
+                config,
+                submodules,
+                layer_number,
+                bias,
+                conv_bias,
+                conv_init,
+                use_qk_l2norm,
+                A_init_range,
+                pg_collection,
+                name=name,
+                cp_comm_type=cp_comm_type,
+            )
+        self.fusion_binding = bind_layer(config, layer_number)
+        self.fusion_binding.check_layer(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise as megatron-core does; without CUDA from torch's CPU generator.
+
+        On the CPU every tensor-parallel rank draws the decay of all heads and keeps its own, so
+        that the values do not depend on the parallel layout.
+        """
+        if torch.cuda.is_available():
+            super().reset_parameters()
+            return
+        if not self.config.perform_initialization:
+            return
+        if self.conv_init is not None:
+            torch.nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
+        with torch.no_grad():
+            self.dt_bias.fill_(1.0)
+            decay = torch.empty(self.num_value_heads).uniform_(*self.A_init_range).log()
+            rank, heads = self.tp_group.rank(), self.num_v_heads_local_tp
+            self.A_log.copy_(decay[rank * heads : (rank + 1) * heads])
+
+    def run_stage(self, stage: str, **inputs: Any) -> Any:
+        """Run one stage on its named inputs: the bound fusion, or the unfused code.
+
+        Raises:
+            FusionUnsupportedError: a fusion is bound and cannot serve this call.
+        """
+        nvtx_range_push(stage)
+        try:
+            return self.fusion_binding.run(stage, self, inputs)
+        finally:
+            nvtx_range_pop(stage)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Forward of the layer.
+
+        Args:
+            hidden_states: `[s, b, hidden]`, s local to the rank under sequence and context
+                parallelism.
+            attention_mask: unused; the recurrence is causal.
+            inference_context: handed to megatron-core's own forward.
+            packed_seq_params: documents packed in one row (`thd`).
+
+        Returns:
+            Output `[s, b, hidden]` and the output projection's bias or None.
+        """
+        inference_context = deprecate_inference_params(inference_context, inference_params)
+        if inference_context is not None:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                inference_context,
+                packed_seq_params,
+                sequence_len_offset,
+                **kwargs,
+            )
+        norm_out = self.forward_pre_attn_and_core_attn(
+            hidden_states, attention_mask, packed_seq_params=packed_seq_params
+        )
+        return self.forward_post_core_attn(norm_out)
+
+    def forward_pre_attn_and_core_attn(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Input projection, recurrence and output norm.
+
+        Args:
+            hidden_states, packed_seq_params: as in `forward`.
+
+        Returns:
+            The normalised recurrence result `[s, b, Hv*Dv]`, heads local to the tensor-parallel
+            rank. Hand this very tensor to `forward_post_core_attn`: when the output norm is
+            recomputed, its checkpoint travels on it, so that several microbatches may be between
+            the two calls.
+        """
+        del attention_mask
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        batch = hidden_states.shape[1]
+        length = hidden_states.shape[0] * self.sp_size * self.cp_size
+        cu_seqlens = self._packed_lengths(packed_seq_params, batch, length) if packed else None
+
+        nvtx_range_push("in_proj")
+        qkvzba, _ = self.in_proj(hidden_states)
+        nvtx_range_pop("in_proj")
+        qkvzba, token_order = self._gather_sequence(qkvzba, cu_seqlens, length)
+
+        q, k, v, gate, beta, g = self.run_stage(
+            "pre_gated_delta_rule", qkvzba=qkvzba, **self._pre_parameters(), cu_seqlens=cu_seqlens
+        )
+        x = self.run_stage("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+
+        norm_and_scatter = partial(
+            self._gated_norm_and_a2a,
+            thd_cp_a2a_inv=token_order,
+            batch=batch,
+            seq_len=length,
+            packed_seq_params=packed_seq_params,
+        )
+        if not (self.recompute_norm_out and torch.is_grad_enabled()):
+            return norm_and_scatter(x, gate)
+        checkpoint = norm_out_checkpoint(self.config.fp8)
+        norm_out: Tensor = checkpoint.checkpoint(norm_and_scatter, x, gate)
+        setattr(norm_out, _CHECKPOINT, checkpoint)
+        return norm_out
+
+    def forward_post_core_attn(self, norm_out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Output projection.
+
+        Args:
+            norm_out: what `forward_pre_attn_and_core_attn` returned. When the output norm is
+                recomputed, its memory is released here and restored in backward.
+
+        Returns:
+            Output `[s, b, hidden]` and the projection's bias or None.
+
+        Raises:
+            ValueError: the output norm is to be recomputed and this is another tensor.
+        """
+        checkpoint = getattr(norm_out, _CHECKPOINT, None)
+        if checkpoint is None and self.recompute_norm_out and norm_out.grad_fn is not None:
+            raise ValueError(
+                "forward_post_core_attn requires the tensor that forward_pre_attn_and_core_attn "
+                "returned, since gdn_norm_out is recomputed and its checkpoint travels on it; got "
+                "another tensor. Pass it unchanged, or take gdn_norm_out from recompute_modules"
+            )
+        nvtx_range_push("out_proj")
+        out, bias = self.out_proj(norm_out)
+        nvtx_range_pop("out_proj")
+        if checkpoint is not None:
+            delattr(norm_out, _CHECKPOINT)
+            checkpoint.discard_output_and_register_recompute(out)
+        return out, bias
+
+    def _packed_lengths(
+        self, packed_seq_params: PackedSeqParams, batch: int, length: int
+    ) -> Tensor:
+        """Cumulative document lengths `[N+1]`, after megatron-core's own checks."""
+        if batch != 1:
+            raise ValueError(f"packed sequences require batch 1, got {batch}; pack them in one row")
+        if self.config.deterministic_mode:
+            raise ValueError(
+                "packed sequences require deterministic_mode=False, got True; unpack them or "
+                "disable the mode"
+            )
+        lengths = [
+            self._resolve_cu_seqlens(padded, exact, length, name, cp_size=self.cp_size)
+            for name, padded, exact in (
+                ("cu_seqlens_q", packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_q),
+                ("cu_seqlens_kv", packed_seq_params.cu_seqlens_kv_padded, packed_seq_params.cu_seqlens_kv),
+            )
+        ]
+        if not torch.equal(*lengths):
+            raise ValueError(
+                f"packed sequences require equal cu_seqlens_q and cu_seqlens_kv, got {lengths[0]} "
+                f"and {lengths[1]}; pass one of them twice"
+            )
+        if lengths[0].shape[0] < 2:
+            raise ValueError(f"packed sequences require at least one document, got {lengths[0]}")
+        return lengths[0]
+
+    def _gather_sequence(
+        self, qkvzba: Tensor, cu_seqlens: Tensor | None, length: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """From tokens split over context-parallel ranks to heads split over them.
+
+        Returns:
+            The projection with all tokens and this rank's heads, and for packed sequences the
+            token order that leads back.
+        """
+        if self.cp_size == 1:
+            return qkvzba, None
+        channels = head_permutation_for_context_parallel(
+            self.in_proj_split_sections, self.cp_size, qkvzba.device
+        )
+        qkvzba = tensor_a2a_cp2hp(
+            qkvzba.index_select(-1, channels),
+            seq_dim=0,
+            head_dim=-1,
+            cp_group=self.pg_collection.cp,
+            undo_attention_load_balancing=cu_seqlens is None,
+        )
+        if cu_seqlens is None:
+            return qkvzba, None
+        order, inverse = token_permutation_for_packed_context_parallel(
+            cu_seqlens, self.cp_size, length
+        )
+        return qkvzba.index_select(0, order), inverse
+
+    def _pre_parameters(self) -> dict[str, Any]:
+        """Parameters and sizes of the stages before the recurrence, local to this rank."""
+        group = self.pg_collection.cp
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        bias = self.conv1d.bias
+        return {
+            "conv_weight": get_parameter_local_cp(self.conv1d.weight, 0, group, sections),
+            "conv_bias": (
+                None if bias is None else get_parameter_local_cp(bias, 0, group, sections)
+            ),
+            "A_log": get_parameter_local_cp(self.A_log, 0, group),
+            "dt_bias": get_parameter_local_cp(self.dt_bias, 0, group),
+            "num_key_heads": self.num_k_heads_local_tp // self.cp_size,
+            "num_value_heads": self.num_v_heads_local_tp // self.cp_size,
+            "key_head_dim": self.key_head_dim,
+            "value_head_dim": self.value_head_dim,
+            "use_qk_l2norm": self.use_qk_l2norm,
+        }
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The output norm's place in megatron-core's `_gated_norm_and_a2a`, as a stage."""
+        norm = self.out_norm
+        out: Tensor = self.run_stage(
+            "gated_output_norm",
+            x=x,
+            gate=gate,
+            weight=getattr(norm, "weight", None),
+            eps=getattr(norm, "eps", None),
+            zero_centered_gamma=getattr(norm, "zero_centered_gamma", False),
+        )
+        return out

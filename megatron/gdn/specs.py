@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Module specs that put our Gated DeltaNet layer into megatron-core's GPT model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_gated_delta_net_module_spec as get_core_module_spec,
+)
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.gdn.layer import GatedDeltaNet
+from megatron.gdn.variant import gdn_layer_numbers
+
+
+def get_gated_delta_net_module_spec(
+    config: CoreTransformerConfig, backend: Any | None = None
+) -> ModuleSpec:
+    """Spec of one Gated DeltaNet layer.
+
+    Args:
+        config: `transformer_impl` chooses the modules around the stages: `local` for
+            megatron-core's own, `transformer_engine` for Transformer Engine's.
+        backend: a megatron-core `BackendSpecProvider` to use instead.
+
+    Raises:
+        ValueError: another `transformer_impl`.
+    """
+    if backend is None:
+        if config.transformer_impl == "transformer_engine":
+            return replace(get_core_module_spec(config), module=GatedDeltaNet)
+        backend = _local_backend(config)
+    fused_norm_linear = backend.column_parallel_layer_norm_linear()
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=fused_norm_linear or backend.column_parallel_linear(),
+            out_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False),
+            out_proj=backend.row_parallel_linear(),
+        ),
+        metainfo={"fuse_input_layernorm": fused_norm_linear is not None},
+    )
+
+
+def get_gdn_block_spec(
+    config: CoreTransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Block spec of a GPT model that mixes Gated DeltaNet and softmax attention layers.
+
+    Args:
+        config: with `experimental_attention_variant="gdn"`; `linear_attention_freq` says which
+            layers are Gated DeltaNet layers.
+        vp_stage, pp_rank: pipeline stage to build, as in megatron-core.
+
+    Returns:
+        Specs of the layers that this pipeline stage builds, and of the final norm.
+
+    Raises:
+        ValueError: the variant is not gdn, or `transformer_impl` is neither `local` nor
+            `transformer_engine`.
+    """
+    numbers = gdn_layer_numbers(config)
+    if not numbers:
+        raise ValueError(
+            "a GDN block spec requires experimental_attention_variant='gdn' and at least one "
+            f"linear layer, got {config.experimental_attention_variant!r} with "
+            f"linear_attention_freq={config.linear_attention_freq!r}"
+        )
+    if config.transformer_impl == "transformer_engine":
+        block = get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+        return replace(block, layer_specs=[use_our_layer(spec) for spec in block.layer_specs])
+    backend = _local_backend(config)
+    attention = get_gated_delta_net_module_spec(config, backend)
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+    for number in numbers:
+        layers[number - 1] = _with_attention(layers[number - 1], attention)
+    return TransformerBlockSubmodules(
+        layer_specs=[layers[index] for index in _local_layers(config, vp_stage, pp_rank)],
+        layer_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False),
+    )
+
+
+def use_our_layer(spec: ModuleSpec) -> ModuleSpec:
+    """A copy of a transformer layer's spec with megatron-core's GDN layer replaced by ours.
+
+    A spec whose attention is something else comes back as it is.
+    """
+    attention = getattr(spec.submodules, "self_attention", None)
+    if not isinstance(attention, ModuleSpec) or attention.module is not CoreGatedDeltaNet:
+        return spec
+    return _with_attention(spec, replace(attention, module=GatedDeltaNet))
+
+
+def _with_attention(spec: ModuleSpec, attention: ModuleSpec) -> ModuleSpec:
+    return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
+
+
+def _local_backend(config: CoreTransformerConfig) -> LocalSpecProvider:
+    if config.transformer_impl != "local":
+        raise ValueError(
+            "Gated DeltaNet specs exist for transformer_impl 'local' and 'transformer_engine', "
+            f"got {config.transformer_impl!r}; choose one of them or pass a backend"
+        )
+    return LocalSpecProvider()
+
+
+def _local_layers(
+    config: CoreTransformerConfig, vp_stage: int | None, pp_rank: int | None
+) -> list[int]:
+    """Indices, from 0, of the layers that a pipeline stage builds."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        indices: list[int] = layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+        return indices
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return list(range(offset, offset + count))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name of the attention variant, and which layers of a model are Gated DeltaNet layers.
+
+Imports no torch: preconditions and tools read it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+VARIANT = "gdn"
+"""What users write."""
+
+MEGATRON_CORE_VARIANT = "gated_delta_net"
+"""What megatron-core 0.19 calls it inside; from users it is accepted as a deprecated alias."""
+
+
+def to_megatron_core_variant(variant: str | None) -> str | None:
+    """Translate a user's variant name to megatron-core's; other names pass through.
+
+    The alias `gated_delta_net` is accepted with a DeprecationWarning.
+    """
+    if variant == MEGATRON_CORE_VARIANT:
+        warnings.warn(
+            f"experimental_attention_variant={MEGATRON_CORE_VARIANT!r} is deprecated; "
+            f"write {VARIANT!r}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return MEGATRON_CORE_VARIANT if variant == VARIANT else variant
+
+
+def variant_problems(
+    config_experimental_attention_variant: str | None, config_is_hybrid_model: bool | None
+) -> list[str]:
+    """Predicate of the built-in fusions: does the model have Gated DeltaNet layers at all?
+
+    A hybrid model names its layers in a pattern and sets no variant.
+    """
+    if config_is_hybrid_model and config_experimental_attention_variant is None:
+        return []
+    if config_experimental_attention_variant in (VARIANT, MEGATRON_CORE_VARIANT):
+        return []
+    return [repr(config_experimental_attention_variant)]
+
+
+def gdn_layer_numbers(config: Any) -> tuple[int, ...] | None:
+    """Numbers, from 1, of the Gated DeltaNet layers of a GPT model.
+
+    Args:
+        config: a transformer configuration. `linear_attention_freq` N makes every Nth layer
+            softmax attention; a list has 1 for each Gated DeltaNet layer.
+
+    Returns:
+        Layer numbers, or None for a hybrid model, whose layer pattern the config does not hold.
+    """
+    if config.experimental_attention_variant not in (VARIANT, MEGATRON_CORE_VARIANT):
+        return None if config.is_hybrid_model else ()
+    frequency = config.linear_attention_freq
+    numbers = range(1, config.num_layers + 1)
+    if isinstance(frequency, int):
+        return tuple(number for number in numbers if number % frequency)
+    return tuple(number for number, linear in zip(numbers, frequency, strict=False) if linear)
