@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretraining of GPT models with Gated DeltaNet layers, on megatron-core's own training loop.
+
+    torchrun --nproc-per-node 1 -m megatron.gdn.pretrain <megatron-core flags> \
+        --experimental-attention-variant gdn --linear-attention-freq 4 \
+        --gdn-pre-gated-delta-rule-fusion --gdn-gated-output-norm-fusion
+
+Parallelism, optimizer, checkpoints and data loading are megatron-core's. This module supplies the
+configuration class, the block spec, the batch and the loss, and logs the fusion report once after
+the first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.gdn.arguments import add_gdn_fusion_args
+from megatron.gdn.config import TransformerConfig
+from megatron.gdn.megatron_core_0_19 import compiled_datasets_helpers
+from megatron.gdn.report import fusion_report
+from megatron.gdn.specs import get_gdn_block_spec
+from megatron.gdn.variant import MEGATRON_CORE_VARIANT, VARIANT
+from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.utils import get_blend_and_blend_per_split
+
+Batch = dict[str, Any]
+
+
+def transformer_config_from_args(args: Namespace) -> TransformerConfig:
+    """Build our configuration from parsed training flags.
+
+    Raises:
+        ValueError: flags ask for a model family that this entry point does not build, or for a
+            fusion that the configuration refuses.
+    """
+    if args.experimental_attention_variant != MEGATRON_CORE_VARIANT and args.spec is None:
+        raise ValueError(
+            "megatron.gdn.pretrain requires --experimental-attention-variant gdn or a --spec of "
+            f"yours, got {args.experimental_attention_variant!r}; pass one of them"
+        )
+    for flag, value in (
+        ("--multi-latent-attention", args.multi_latent_attention),
+        ("--heterogeneous-layers-config-path", args.heterogeneous_layers_config_path),
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
+    ):
+        if value:
+            raise ValueError(
+                f"megatron.gdn.pretrain builds GPT models without {flag}, got {value!r}; its "
+                "configuration class would lose the fusion flags. Drop the flag"
+            )
+    ours = copy.copy(args)
+    if ours.experimental_attention_variant == MEGATRON_CORE_VARIANT:
+        # The parser has translated the user's `gdn` already (see `arguments`).
+        ours.experimental_attention_variant = VARIANT
+    ours.gdn_fusions = tuple(args.gdn_fusions)
+    config: TransformerConfig = core_transformer_config_from_args(ours, TransformerConfig)
+    return config
+
+
+def block_spec(
+    model_config: GPTModelConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of a pipeline stage; megatron-core's model builder calls this."""
+    return get_gdn_block_spec(model_config.transformer, vp_stage=vp_stage)
+
+
+def model_config_from_args(args: Namespace) -> GPTModelConfig:
+    """The GPT model that the flags describe, with our layers unless `--spec` names others."""
+    config = gpt_config_from_args(args, config=transformer_config_from_args(args))
+    if config.transformer_layer_spec is None:
+        config.transformer_layer_spec = block_spec
+    return config
+
+
+def datasets_provider(
+    sample_counts: list[int], vp_stage: int | None = None
+) -> tuple[Any, Any, Any]:
+    """Training, validation and test sets: indexed data sets, or mock data with `--mock-data`.
+
+    Args:
+        sample_counts: samples wanted of each.
+        vp_stage: virtual pipeline stage that asks.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        inter_document_masking=_packed(args),
+    )
+
+    def built_here() -> bool:
+        return _reads_batches(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    print_rank_0(f"> building {kind.__name__} for training, validation and test")
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        kind, sample_counts, built_here, config
+    ).build()
+    return train, valid, test
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # megatron-core reads it
+
+
+def _packed(args: Namespace) -> bool:
+    """Whether samples are documents packed in a row, none of which sees another."""
+    return bool(args.dataloader_inter_document_masking)
+
+
+def _reads_batches(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage needs tokens, labels or document lengths."""
+    return (
+        _packed(get_args())
+        or parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    )
+
+
+def next_batch(
+    data_iterator: Iterator[Batch] | None, config: TransformerConfig, vp_stage: int | None
+) -> tuple[Batch, PackedSeqParams | None]:
+    """The next microbatch, on this rank's device and cut to its share of the sequence.
+
+    Returns:
+        tokens, labels, loss_mask, position_ids `[b, s]` and attention_mask, each None where the
+        pipeline stage does not need it; and the packing of documents, if any.
+    """
+    args = get_args()
+    if not _reads_batches(vp_stage):
+        return {}, None
+    batch: Batch = dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+        + ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+    )
+    if data_iterator is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
+        for name, value in next(data_iterator).items():
+            batch[name] = value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=_packed(args),
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=mtp_on_this_rank(
+            layout=config.pipeline_model_parallel_layout,
+            mtp_num_layers=config.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        ),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
+    )
+    packing = None
+    if batch["cu_seqlens"] is not None:
+        batch = flatten_batch_for_packed_sequences(batch)
+        lengths, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+        padded = batch["cu_seqlens_padded"]
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            cu_seqlens_q_padded=None if padded is None else padded[0],
+            cu_seqlens_kv_padded=None if padded is None else padded[0],
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    return batch, packing
+
+
+def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses of unmasked tokens.
+
+    Args:
+        loss_mask, losses: `[b, s]`.
+
+    Returns:
+        The sum, the number of tokens, and both for megatron-core's averaging and log.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+class FirstStepReport:
+    """Logs the fusion report of this rank's model chunks once, when the first step is over."""
+
+    def __init__(self) -> None:
+        self.chunks: list[torch.nn.Module] = []
+        self.first_iteration: int | None = None
+        self.logged = False
+
+    def before_forward(self, model: torch.nn.Module) -> None:
+        """Note the chunk that is about to run; log once its step is not the first any more."""
+        if self.logged:
+            return
+        iteration = get_args().curr_iteration
+        if self.first_iteration is None:
+            self.first_iteration = iteration
+        if iteration != self.first_iteration or not model.training:
+            self.log()
+        elif all(chunk is not model for chunk in self.chunks):
+            self.chunks.append(model)
+
+    def log(self) -> None:
+        """Print the report on rank 0, unless it was printed or nothing ran."""
+        if not self.logged and self.chunks:
+            self.logged = True
+            print_rank_0(str(fusion_report(self.chunks)))
+
+
+def forward_step(
+    report: FirstStepReport,
+    data_iterator: Iterator[Batch] | None,
+    model: torch.nn.Module,
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """One microbatch forward, for megatron-core's schedules.
+
+    Returns:
+        The model's output and the loss function of that output.
+    """
+    report.before_forward(model)
+    config = get_attr_wrapped_model(model, "config")
+    batch, packing = next_batch(data_iterator, config, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        packed_seq_params=packing,
+    )
+    return output, functools.partial(token_loss, batch.get("loss_mask"))
+
+
+def main() -> None:
+    """Parse megatron-core's flags and ours, and train."""
+    args = parse_and_validate_args(extra_args_provider=add_gdn_fusion_args)
+    model_config = model_config_from_args(args)
+    report = FirstStepReport()
+    with compiled_datasets_helpers():
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            functools.partial(forward_step, report),
+        )
+    report.log()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts `megatron.gdn.pretrain` under torchrun and reads what it logged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FOUR_LAYERS = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 "
+    "--seq-length 512 --max-position-embeddings 512 --position-embedding-type rope "
+    "--experimental-attention-variant gdn --linear-attention-freq 4 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 64 --linear-value-head-dim 64 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--transformer-impl local --no-persist-layer-norm --no-rope-fusion "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--clip-grad 1.0 --bf16 --seed 1234 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --split 90,5,5 "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 0"
+)
+"""Three GDN layers and one of softmax attention, on mock data."""
+
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """What one run printed: exit status, loss by iteration, all of its output."""
+
+    status: int
+    losses: dict[int, float]
+    output: str
+
+
+def run_pretraining(
+    *flags: str, model: str = FOUR_LAYERS, steps: int = 50, timeout: int = 400
+) -> Pretraining:
+    """Train for `steps` iterations on one GPU.
+
+    FLA tunes its kernels at first use; the results are kept in Triton's cache, so that a second
+    run with the same shapes starts quickly.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *("-m", "megatron.gdn.pretrain", *model.split(), "--train-iters", str(steps), *flags),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "TRITON_CACHE_AUTOTUNING": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    losses = {int(step): float(loss) for step, loss in _LOSS.findall(done.stdout)}
+    return Pretraining(done.returncode, losses, done.stdout)
