@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Triton kernels in Triton's interpreter without CUDA, and skips what needs CUDA."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Read when a kernel is decorated, so it must be set before a test imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not HAS_CUDA:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))

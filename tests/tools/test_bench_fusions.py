@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark prints a figure only beside a passing parity check, and says why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.gdn.commands import bench_fusions
+from megatron.gdn.commands.bench_cases import bench_cases
+from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
+
+
+class FixedTimer:
+    """Takes the place of the device timer, without a device."""
+
+    def device_ms(self, call: Callable[[], object]) -> float:
+        call()
+        return 0.5
+
+    def host_ms(self, call: Callable[[], object]) -> float:
+        return 0.03
+
+
+def doubled(inputs: Inputs) -> Stage:
+    return lambda given: (2 * given["x"],)
+
+
+def trebled(inputs: Inputs) -> Stage:
+    return lambda given: (3 * given["x"],)
+
+
+def absent(inputs: Inputs) -> Stage:
+    raise ImportError("no package named peer")
+
+
+def errors(
+    inputs: Inputs,
+    outputs: tuple[Tensor, ...],
+    output_gradients: tuple[Tensor, ...],
+    gradients: Mapping[str, Tensor],
+) -> dict[str, float]:
+    want = 2 * inputs["x"].detach()
+    return {
+        "out": ((outputs[0].detach() - want).norm() / want.norm()).item(),
+        "dx": (gradients["x"] - 2).abs().max().item(),
+    }
+
+
+CASE = BenchCase(
+    stage="doubling",
+    label="n=8",
+    forward_bytes=2_000_000,
+    backward_bytes=6_000_000,
+    make_inputs=lambda: {"x": torch.randn(8, requires_grad=True)},
+    make_output_gradients=lambda: (torch.ones(8),),
+    errors=errors,
+    tolerance=1e-3,
+    implementations=(
+        Implementation("right", doubled, is_ours=True),
+        Implementation("wrong", trebled),
+        Implementation("absent", absent),
+    ),
+)
+
+
+def measured(name: str) -> bench_fusions.Measurement:
+    (implementation,) = (i for i in CASE.implementations if i.name == name)
+    timer: Any = FixedTimer()
+    return bench_fusions.measure(CASE, implementation, timer, copy_bytes_per_second=4e9)
+
+
+def test_an_implementation_with_parity_is_timed_against_the_floor() -> None:
+    right = measured("right")
+    assert right.parity
+    assert (right.forward_floor_ms, right.forward_backward_floor_ms) == (0.5, 2.0)
+    assert right.forward_ms == right.forward_backward_ms == 0.5
+    assert right.host_forward_ms == 0.03
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("wrong", "FAILS (out 5.0e-01, dx 1.0e+00 > 1.0e-03)"), ("absent", "no package named peer")],
+)
+def test_no_figure_without_parity(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    measurement = measured(name)
+    assert not measurement.parity
+    assert measurement.forward_ms is measurement.host_forward_ms is None
+    bench_fusions.print_tables({"gpu": "none"}, 4e9, [measured("right"), measurement])
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.startswith(f"│ {name}"))
+    assert says in row
+    assert row.replace(says, "").count("0.5") == 0
+
+
+def test_nan_is_no_parity() -> None:
+    case = replace(CASE, errors=lambda *_: {"out": float("nan")})
+    timer: Any = FixedTimer()
+    assert not bench_fusions.measure(case, CASE.implementations[0], timer, 4e9).parity
+
+
+def test_our_own_failure_is_not_swallowed() -> None:
+    timer: Any = FixedTimer()
+    with pytest.raises(ImportError):
+        bench_fusions.measure(CASE, Implementation("ours", absent, is_ours=True), timer, 4e9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_fusions.main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_every_case_has_one_implementation_of_ours_and_a_peer() -> None:
+    for case in bench_cases():
+        assert [i.is_ours for i in case.implementations][:2] == [True, False]
+        assert case.forward_bytes > 0 < case.backward_bytes
