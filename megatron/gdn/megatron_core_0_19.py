@@ -8,8 +8,10 @@ place.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,6 +36,8 @@ __all__ = [
     "head_permutation_for_context_parallel",
     "norm_out_checkpoint",
     "parameters_on_cpu_without_cuda",
+    "printable_help",
+    "rewritten_command_line",
     "token_permutation_for_packed_context_parallel",
 ]
 
@@ -138,4 +142,32 @@ def compiled_datasets_helpers() -> Iterator[None]:
         yield
         return
     with mock.patch.object(datasets_utils, "compile_helpers", lambda: None):
+        yield
+
+
+def printable_help(parser: argparse.ArgumentParser) -> None:
+    """Let `--help` print: some of megatron-core's help texts hold a bare percent sign."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
+@contextlib.contextmanager
+def rewritten_command_line(flag: str, value: str, instead: str) -> Iterator[None]:
+    """Show `flag instead` in place of `flag value` to whoever reads `sys.argv` meanwhile.
+
+    `megatron.training.pretrain` parses the command line a second time, for its fault-tolerance
+    package, with a parser that knows only megatron-core's own choices.
+    """
+    rewritten = [
+        instead
+        if word == value and index and sys.argv[index - 1] == flag
+        else f"{flag}={instead}"
+        if word == f"{flag}={value}"
+        else word
+        for index, word in enumerate(sys.argv)
+    ]
+    with mock.patch.object(sys, "argv", rewritten):
         yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +36,11 @@ from megatron.core.utils import (
 )
 from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.config import TransformerConfig
-from megatron.gdn.megatron_core_0_19 import compiled_datasets_helpers
+from megatron.gdn.megatron_core_0_19 import (
+    compiled_datasets_helpers,
+    printable_help,
+    rewritten_command_line,
+)
 from megatron.gdn.report import fusion_report
 from megatron.gdn.specs import get_gdn_block_spec
 from megatron.gdn.variant import MEGATRON_CORE_VARIANT, VARIANT
@@ -286,12 +290,18 @@ def forward_step(
     return output, functools.partial(token_loss, batch.get("loss_mask"))
 
 
+def _add_args(parser: ArgumentParser) -> ArgumentParser:
+    printable_help(parser)
+    return add_gdn_fusion_args(parser)
+
+
 def main() -> None:
     """Parse megatron-core's flags and ours, and train."""
-    args = parse_and_validate_args(extra_args_provider=add_gdn_fusion_args)
+    args = parse_and_validate_args(extra_args_provider=_add_args)
     model_config = model_config_from_args(args)
     report = FirstStepReport()
-    with compiled_datasets_helpers():
+    variant = ("--experimental-attention-variant", VARIANT, MEGATRON_CORE_VARIANT)
+    with compiled_datasets_helpers(), rewritten_command_line(*variant):
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             datasets_provider,

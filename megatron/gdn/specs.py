@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -88,8 +89,11 @@ def get_gdn_block_spec(
         return replace(block, layer_specs=[use_our_layer(spec) for spec in block.layer_specs])
     backend = _local_backend(config)
     attention = get_gated_delta_net_module_spec(config, backend)
+    # megatron-core's function refuses a variant: it knows none for local modules. We put ours in.
+    softmax_only = copy.copy(config)
+    softmax_only.experimental_attention_variant = None
     layers = get_gpt_decoder_layer_specs(
-        config,
+        softmax_only,
         use_transformer_engine=False,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
