@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton fusion of the stage `pre_gated_delta_rule`: from the input projection to the recurrence.
 
 Formula, per batch entry, token t and channel c (x is the projection, w the convolution):
@@ -45,7 +46,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -73,8 +74,7 @@ _FORWARD_PROGRAMS = 2048
 _BACKWARD_PROGRAMS = 3072
 
 
-@dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(NamedTuple):
     """Head counts and dimensions of one rank, and whether q and k are normalised."""
 
     num_key_heads: int
@@ -84,14 +84,12 @@ class HeadSizes:
     use_qk_l2norm: bool = True
 
     @property
-    def conv_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * (
-            self.value_head_dim
-        )
-
-    @property
     def gate_channels(self) -> int:
         return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_head_dim + self.gate_channels
 
     @property
     def channels(self) -> int:
@@ -107,6 +105,7 @@ class LaunchConfig:
         value_rows: heads of v or z that one program handles, a power of two.
         unroll: tokens whose rows are loaded before the first of them is used, a power of two.
         num_warps: warps per program.
+        slots: programs per chunk and batch entry: blocks of heads, and one for beta and alpha.
         chunk: tokens per program, a multiple of `unroll`; a runtime argument of the kernel, so that
             it follows the number of tokens without a new compilation.
     """
@@ -115,6 +114,7 @@ class LaunchConfig:
     value_rows: int
     unroll: int
     num_warps: int
+    slots: int
     chunk: int
 
 
@@ -206,6 +206,11 @@ def _cut_at_document_start(rows, i_back, p_lookback, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _push(rows, b_x):
+    return rows[1:] + (b_x,)  # noqa: RUF005, Triton reads no starred tuples
+
+
+@triton.jit
 def _convolve(rows, b_x, weights, b_bias, WIDTH: tl.constexpr):
     # Explicit fma, oldest tap first: a token gets the same bits in every variant of the kernels.
     b_pre = b_bias
@@ -241,8 +246,12 @@ def _forward_heads(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_c = (o_h < HEADS) & (o_d < HEAD_DIM)
     o_c = i_channel + o_h * HEAD_DIM + o_d
-    o_out = o_h * (GROUP * HEAD_DIM) + o_d
-    stride_out = tl.full((), HEADS * GROUP * HEAD_DIM, tl.int64)
+    # Pointers are carried and stepped by one token: two additions per row, where a product of
+    # token and stride for each row cost a tenth of all instructions.
+    p_xt = p_x + i_start * stride_x + o_c
+    p_yt = (
+        p_out + i_start.to(tl.int64) * (HEADS * GROUP * HEAD_DIM) + o_h * (GROUP * HEAD_DIM) + o_d
+    )
     weights, b_bias = _load_weights(p_weight, p_bias, o_c, m_c, WIDTH)
     rows = _rows_before(p_x, stride_x, o_c, m_c, p_lookback, i_start, n_tokens, WIDTH)
     for i_first in tl.range(i_start, i_stop, UNROLL):
@@ -251,10 +260,11 @@ def _forward_heads(
         for u in tl.static_range(UNROLL):
             i_t = i_first + u
             m_t = m_c & (i_t < i_stop)
-            loaded += (tl.load(p_x + i_t * stride_x + o_c, mask=m_t, other=0.0),)
+            loaded += (tl.load(p_xt, mask=m_t, other=0.0),)
             backs += (_load_lookback(p_lookback, i_t, n_tokens),)
+            p_xt += stride_x
         for u in tl.static_range(UNROLL):
-            i_t = i_first + u
+            m_t = m_c & (i_first + u < i_stop)
             b_x = loaded[u].to(tl.float32)
             rows = _cut_at_document_start(rows, backs[u], p_lookback, WIDTH)
             b_pre = _convolve(rows, b_x, weights, b_bias, WIDTH)
@@ -264,9 +274,9 @@ def _forward_heads(
                 b_rstd = tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + L2_NORM_EPS)
                 b_y = (b_y * b_rstd).to(p_out.dtype.element_ty)
             for g in tl.static_range(GROUP):
-                p_row = p_out + i_t * stride_out + (o_out + g * HEAD_DIM)
-                tl.store(p_row, b_y, mask=m_c & (i_t < i_stop))
-            rows = rows[1:] + (b_x,)
+                tl.store(p_yt + g * HEAD_DIM, b_y, mask=m_t)
+            p_yt += HEADS * GROUP * HEAD_DIM
+            rows = _push(rows, b_x)
 
 
 @triton.jit
@@ -319,7 +329,10 @@ def _forward_decay(
         tl.store(p_g + o_out, b_rate * b_softplus, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["stride_x_s", "stride_x_b", "n_batch", "n_tokens", "n_chunk"])
+@triton.jit(
+    do_not_specialize=["stride_x_s", "stride_x_b", "n_batch", "n_tokens", "n_chunk"],
+    do_not_specialize_on_alignment=["p_weight", "p_bias", "p_a_log", "p_dt_bias", "p_lookback"],
+)
 def _pre_gated_delta_rule_forward_kernel(
     p_x,
     p_weight,
@@ -428,9 +441,18 @@ def _pre_gated_delta_rule_forward_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["n_documents", "n_tokens", "n_steps"])
+@triton.jit(
+    do_not_specialize=["n_documents", "n_tokens", "n_steps"],
+    do_not_specialize_on_alignment=["p_cu_seqlens"],
+)
 def _document_lookback_kernel(
-    p_cu_seqlens, p_lookback, n_documents, n_tokens, n_steps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    p_cu_seqlens,
+    p_lookback,
+    n_documents,
+    n_tokens,
+    n_steps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_t = o_t < n_tokens
@@ -451,7 +473,9 @@ def _document_lookback_kernel(
 
 
 @triton.jit
-def _token_gradient(rows, b_x, b_dy, weights, b_bias, DTYPE: tl.constexpr, L2NORM: tl.constexpr, WIDTH: tl.constexpr):
+def _token_gradient(
+    rows, b_x, b_dy, weights, b_bias, DTYPE: tl.constexpr, L2NORM: tl.constexpr, WIDTH: tl.constexpr
+):
     """Gradient of one token's pre-activation from that of its q, k or v."""
     b_pre = _convolve(rows, b_x, weights, b_bias, WIDTH)
     b_sigmoid = _fast_sigmoid(b_pre)
@@ -483,17 +507,17 @@ def _add_to_pending(pending, b_dpre, weights, i_back, p_lookback, WIDTH: tl.cons
 @triton.jit
 def _add_to_weight_gradient(sums, rows, b_x, b_dpre, WIDTH: tl.constexpr):
     added = ()
-    for i in tl.static_range(WIDTH - 1):
-        added += (tl.fma(b_dpre, rows[i], sums[i]),)
-    return added + (tl.fma(b_dpre, b_x, sums[WIDTH - 1]),)
+    for i in tl.static_range(WIDTH):
+        added += (tl.fma(b_dpre, rows[i] if i < WIDTH - 1 else b_x, sums[i]),)
+    return added
 
 
 @triton.jit
-def _load_output_gradient(p_dy, o_dy, stride_group, m_t, GROUP: tl.constexpr):
+def _load_output_gradient(p_dy, stride_group, m_t, GROUP: tl.constexpr):
     """Gradient of a key head, summed over its value heads, float32."""
-    b_dy = tl.load(p_dy + o_dy, mask=m_t, other=0.0).to(tl.float32)
+    b_dy = tl.load(p_dy, mask=m_t, other=0.0).to(tl.float32)
     for g in tl.static_range(1, GROUP):
-        b_dy += tl.load(p_dy + (o_dy + g * stride_group), mask=m_t, other=0.0).to(tl.float32)
+        b_dy += tl.load(p_dy + g * stride_group, mask=m_t, other=0.0).to(tl.float32)
     return b_dy
 
 
@@ -538,10 +562,10 @@ def _backward_heads(
     weights, b_bias = _load_weights(p_weight, p_bias, o_c, m_c, WIDTH)
     rows = _rows_before(p_x, stride_x, o_c, m_c, p_lookback, i_start, n_tokens, WIDTH)
     pending = ()
-    for i in tl.static_range(WIDTH - 1):
+    for _i in tl.static_range(WIDTH - 1):
         pending += (tl.zeros([ROWS, BLOCK_D], tl.float32),)
     sums = ()
-    for i in tl.static_range(WIDTH):
+    for _i in tl.static_range(WIDTH):
         sums += (tl.zeros([ROWS, BLOCK_D], tl.float32),)
     b_bias_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
 
@@ -550,7 +574,7 @@ def _backward_heads(
     for i_t in tl.range(i_start, i_start + (WIDTH - 1)):
         m_t = m_c & (i_t < n_tokens)
         b_x = tl.load(p_x + i_t * stride_x + o_c, mask=m_t, other=0.0).to(tl.float32)
-        b_dy = _load_output_gradient(p_dy + i_t * stride_dy, o_dy, stride_dy_h, m_t, GROUP)
+        b_dy = _load_output_gradient(p_dy + i_t * stride_dy + o_dy, stride_dy_h, m_t, GROUP)
         i_back = _load_lookback(p_lookback, i_t, n_tokens)
         rows = _cut_at_document_start(rows, i_back, p_lookback, WIDTH)
         b_dpre = _token_gradient(
@@ -563,23 +587,26 @@ def _backward_heads(
             sums = _add_to_weight_gradient(sums, rows, b_x, b_counted, WIDTH)
         if NEED_BIAS:
             b_bias_sum += b_counted
-        rows = rows[1:] + (b_x,)
+        rows = _push(rows, b_x)
 
+    i_resume = i_start + (WIDTH - 1)
+    p_xt = p_x + i_resume * stride_x + o_c
+    p_dyt = p_dy + i_resume * stride_dy + o_dy
+    p_dxt = p_dx + i_start * stride_dx + o_c
     # Past the last token x and the gradients read as zero, so that nothing is added there.
-    for i_first in tl.range(i_start + (WIDTH - 1), i_stop + (WIDTH - 1), UNROLL):
+    for i_first in tl.range(i_resume, i_stop + (WIDTH - 1), UNROLL):
         loaded = ()
         gradients = ()
         backs = ()
         for u in tl.static_range(UNROLL):
             i_t = i_first + u
             m_t = m_c & (i_t < n_tokens)
-            loaded += (tl.load(p_x + i_t * stride_x + o_c, mask=m_t, other=0.0),)
-            gradients += (
-                _load_output_gradient(p_dy + i_t * stride_dy, o_dy, stride_dy_h, m_t, GROUP),
-            )
+            loaded += (tl.load(p_xt, mask=m_t, other=0.0),)
+            gradients += (_load_output_gradient(p_dyt, stride_dy_h, m_t, GROUP),)
+            p_xt += stride_x
+            p_dyt += stride_dy
             backs += (_load_lookback(p_lookback, i_t, n_tokens),)
         for u in tl.static_range(UNROLL):
-            i_t = i_first + u
             b_x = loaded[u].to(tl.float32)
             rows = _cut_at_document_start(rows, backs[u], p_lookback, WIDTH)
             b_dpre = _token_gradient(
@@ -589,20 +616,21 @@ def _backward_heads(
                 b_dx, pending = _add_to_pending(
                     pending, b_dpre, weights, backs[u], p_lookback, WIDTH
                 )
-                i_done = i_t - (WIDTH - 1)
-                p_row = p_dx + i_done * stride_dx + o_c
-                tl.store(p_row, b_dx.to(p_dx.dtype.element_ty), mask=m_c & (i_done < n_tokens))
+                m_done = m_c & (i_first + u - (WIDTH - 1) < n_tokens)
+                tl.store(p_dxt, b_dx.to(p_dx.dtype.element_ty), mask=m_done)
+                p_dxt += stride_dx
             if NEED_WEIGHT:
                 sums = _add_to_weight_gradient(sums, rows, b_x, b_dpre, WIDTH)
             if NEED_BIAS:
                 b_bias_sum += b_dpre
-            rows = rows[1:] + (b_x,)
+            rows = _push(rows, b_x)
 
     if NEED_WEIGHT:
         for i in tl.static_range(WIDTH):
             tl.store(p_partial + i * CHANNELS + o_c, sums[i], mask=m_c)
     if NEED_BIAS:
-        tl.store(p_partial + WIDTH * CHANNELS + o_c, b_bias_sum, mask=m_c)
+        p_column = p_partial + (WIDTH * CHANNELS if NEED_WEIGHT else 0)
+        tl.store(p_column + o_c, b_bias_sum, mask=m_c)
 
 
 @triton.jit
@@ -627,17 +655,16 @@ def _copy_heads(
     o_h = i_head + tl.arange(0, ROWS)[:, None]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_c = (o_h < HEADS) & (o_d < HEAD_DIM)
-    o_from = o_h * stride_from_h + o_d * stride_from_d
-    o_to = i_channel + o_h * HEAD_DIM + o_d
+    p_from += i_start * stride_from + o_h * stride_from_h + o_d * stride_from_d
+    p_to += i_start * stride_to + i_channel + o_h * HEAD_DIM + o_d
     for i_first in tl.range(i_start, i_stop, UNROLL):
         loaded = ()
         for u in tl.static_range(UNROLL):
-            i_t = i_first + u
-            m_t = m_c & (i_t < i_stop)
-            loaded += (tl.load(p_from + i_t * stride_from + o_from, mask=m_t, other=0.0),)
+            loaded += (tl.load(p_from, mask=m_c & (i_first + u < i_stop), other=0.0),)
+            p_from += stride_from
         for u in tl.static_range(UNROLL):
-            i_t = i_first + u
-            tl.store(p_to + i_t * stride_to + o_to, loaded[u], mask=m_c & (i_t < i_stop))
+            tl.store(p_to, loaded[u], mask=m_c & (i_first + u < i_stop))
+            p_to += stride_to
 
 
 @triton.jit
@@ -727,7 +754,8 @@ def _backward_decay(
         "n_batch",
         "n_tokens",
         "n_chunk",
-    ]
+    ],
+    do_not_specialize_on_alignment=["p_weight", "p_bias", "p_a_log", "p_dt_bias", "p_lookback"],
 )
 def _pre_gated_delta_rule_backward_kernel(
     p_x,
@@ -796,9 +824,9 @@ def _pre_gated_delta_rule_backward_kernel(
     CHANNELS: tl.constexpr = CONV_CHANNELS + HV * DV + 2 * HV
     KEY_SLOTS: tl.constexpr = (HK + KEY_ROWS - 1) // KEY_ROWS
     VALUE_SLOTS: tl.constexpr = (HV + VALUE_ROWS - 1) // VALUE_ROWS
-    COPY_SLOTS: tl.constexpr = VALUE_SLOTS if NEED_X else 0
-    SLOTS: tl.constexpr = 2 * KEY_SLOTS + VALUE_SLOTS + COPY_SLOTS + 1
-    CONV_COLUMNS: tl.constexpr = CONV_CHANNELS * ((WIDTH if NEED_WEIGHT else 0) + (1 if NEED_BIAS else 0))
+    SLOTS: tl.constexpr = 2 * KEY_SLOTS + 2 * VALUE_SLOTS + 1
+    WEIGHT_COLUMNS: tl.constexpr = CONV_CHANNELS * WIDTH if NEED_WEIGHT else 0
+    CONV_COLUMNS: tl.constexpr = WEIGHT_COLUMNS + (CONV_CHANNELS if NEED_BIAS else 0)
     COLUMNS: tl.constexpr = CONV_COLUMNS + (2 * HV if NEED_DECAY else 0)
     i_slot = tl.program_id(0) % SLOTS
     i_part = tl.program_id(0) // SLOTS
@@ -879,23 +907,24 @@ def _pre_gated_delta_rule_backward_kernel(
             UNROLL,
         )
     elif i_slot < SLOTS - 1:
-        _copy_heads(
-            p_dz + i_batch * stride_dz_b * DY_VECTOR,
-            stride_dz_s * DY_VECTOR,
-            stride_dz_h * DY_VECTOR,
-            1 if DY_UNIT_STRIDE else stride_dz_d,
-            p_dx,
-            stride_dx,
-            CONV_CHANNELS,
-            (i_slot - 2 * KEY_SLOTS - VALUE_SLOTS) * VALUE_ROWS,
-            i_start,
-            i_stop,
-            HV,
-            DV,
-            VALUE_ROWS,
-            BLOCK_DV,
-            UNROLL,
-        )
+        if NEED_X:
+            _copy_heads(
+                p_dz + i_batch * stride_dz_b * DY_VECTOR,
+                stride_dz_s * DY_VECTOR,
+                stride_dz_h * DY_VECTOR,
+                1 if DY_UNIT_STRIDE else stride_dz_d,
+                p_dx,
+                stride_dx,
+                CONV_CHANNELS,
+                (i_slot - 2 * KEY_SLOTS - VALUE_SLOTS) * VALUE_ROWS,
+                i_start,
+                i_stop,
+                HV,
+                DV,
+                VALUE_ROWS,
+                BLOCK_DV,
+                UNROLL,
+            )
     else:
         _backward_decay(
             p_x,
@@ -978,27 +1007,21 @@ def _launch_config(
     value_slots: int,
     programs: int,
 ) -> LaunchConfig:
-    blocks = [
-        (triton.next_power_of_2(heads), triton.next_power_of_2(dim))
-        for heads, dim in (
-            (sizes.num_key_heads, sizes.key_head_dim),
-            (sizes.num_value_heads, sizes.value_head_dim),
-        )
-    ]
-    smallest = min(heads * dim for heads, dim in blocks)
+    key_heads, value_heads, key_dim, value_dim = map(triton.next_power_of_2, sizes[:4])
+    smallest = min(key_heads * key_dim, value_heads * value_dim)
     num_warps = max(1, min(_MAX_WARPS, smallest // (32 * per_thread)))
-    key_rows, value_rows = (
-        max(1, min(heads, num_warps * 32 * per_thread // dim)) for heads, dim in blocks
-    )
+    block = num_warps * 32 * per_thread
+    key_rows = max(1, min(key_heads, block // key_dim))
+    value_rows = max(1, min(value_heads, block // value_dim))
     slots = (
-        2 * triton.cdiv(sizes.num_key_heads, key_rows)
-        + value_slots * triton.cdiv(sizes.num_value_heads, value_rows)
+        2 * -(-sizes.num_key_heads // key_rows)
+        + value_slots * -(-sizes.num_value_heads // value_rows)
         + 1
     )
     chunk = _MAX_CHUNK
-    while chunk > _MIN_CHUNK and slots * batch * triton.cdiv(length, chunk) < programs:
+    while chunk > _MIN_CHUNK and slots * batch * -(-length // chunk) < programs:
         chunk //= 2
-    return LaunchConfig(key_rows, value_rows, unroll, num_warps, chunk)
+    return LaunchConfig(key_rows, value_rows, unroll, num_warps, slots, chunk)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1020,20 +1043,26 @@ def forward_config(sizes: HeadSizes, width: int, batch: int, length: int) -> Lau
 
 
 @functools.lru_cache(maxsize=1024)
-def backward_config(sizes: HeadSizes, width: int, batch: int, length: int) -> LaunchConfig:
+def backward_config(
+    sizes: HeadSizes, width: int, batch: int, length: int, element_size: int, extra: bool
+) -> LaunchConfig:
     """Launch of the backward kernel.
 
-    4 W - 1 rows per thread live across the march (weights, x, pending and weight gradients): with
-    four channels each and W = 4 the kernel takes 128 registers, so 16 warps fit a multiprocessor,
-    each with 4 tokens x (1 + Hv/Hk) rows of loads in flight. Larger groups load more rows a token.
+    4 W - 1 rows live across the march: weights, x, pending and weight gradients. With four channels
+    a thread and W = 4 the kernel fits 128 registers, so 16 warps share a multiprocessor, each with
+    `unroll` x (1 + Hv/Hk) rows of loads in flight. What takes more registers, unrolls less.
+
+    Args:
+        extra: a convolution bias or packed documents, a few more registers.
     """
     group = sizes.num_value_heads // sizes.num_key_heads
+    roomy = width <= 4 and group <= 2 and element_size == 2 and not extra
     return _launch_config(
         sizes,
         batch,
         length,
         per_thread=4,
-        unroll=4 if group <= 2 else 2,
+        unroll=4 if roomy else 2,
         value_slots=2,
         programs=_BACKWARD_PROGRAMS,
     )
@@ -1056,7 +1085,9 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def _shared_constants(sizes: HeadSizes, width: int, config: LaunchConfig) -> dict[str, Any]:
+    """Compile-time arguments that both large kernels take; the callers must not modify them."""
     block_hv = triton.next_power_of_2(sizes.num_value_heads)
     return {
         "HK": sizes.num_key_heads,
@@ -1083,7 +1114,7 @@ def _document_lookback(cu_seqlens: Tensor, length: int, width: int) -> Tensor:
     lookback = torch.empty(length, dtype=torch.uint8, device=cu_seqlens.device)
     _launch(
         _document_lookback_kernel,
-        triton.cdiv(length, _LOOKBACK_TOKENS),
+        -(-length // _LOOKBACK_TOKENS),
         cu_seqlens,
         cu_seqlens,
         lookback,
@@ -1117,14 +1148,9 @@ def _launch_forward(
     g = torch.empty_like(beta)
     stride_s, stride_b, _ = _strides(qkvzba)
     vector = math.gcd(stride_s, stride_b, _VECTOR_BYTES // qkvzba.element_size())
-    slots = (
-        2 * triton.cdiv(sizes.num_key_heads, config.key_rows)
-        + triton.cdiv(heads, config.value_rows)
-        + 1
-    )
     _launch(
         _pre_gated_delta_rule_forward_kernel,
-        slots * batch * triton.cdiv(length, config.chunk),
+        config.slots * batch * -(-length // config.chunk),
         qkvzba,
         qkvzba,
         conv_weight.contiguous(),
@@ -1162,7 +1188,8 @@ def _launch_backward(
     """Gradients of the five tensor inputs; `needed` says which, the others are None."""
     length, batch, _ = qkvzba.shape
     width = conv_weight.shape[-1]
-    config = backward_config(sizes, width, batch, length)
+    extra = conv_bias is not None or lookback is not None
+    config = backward_config(sizes, width, batch, length, qkvzba.element_size(), extra)
     heads, device = sizes.num_value_heads, qkvzba.device
     need_x, need_weight, need_bias = needed[:3]
     need_bias = need_bias and conv_bias is not None
@@ -1183,7 +1210,8 @@ def _launch_backward(
     ]
     wide_strides = [_strides(grad) for grad in wide]
     unit_stride = all(
-        stride[3] == 1 or grad.shape[3] == 1 for stride, grad in zip(wide_strides, wide, strict=True)
+        stride[3] == 1 or grad.shape[3] == 1
+        for stride, grad in zip(wide_strides, wide, strict=True)
     )
     dy_vector = 1
     if unit_stride:
@@ -1193,18 +1221,12 @@ def _launch_backward(
     x_vector = math.gcd(stride_s, stride_b, _VECTOR_BYTES // qkvzba.element_size())
 
     columns = sizes.conv_channels * (width * need_weight + need_bias) + 2 * heads * need_decay
-    parts = batch * triton.cdiv(length, config.chunk)
+    parts = batch * -(-length // config.chunk)
     dx = torch.empty((length, batch, sizes.channels), dtype=qkvzba.dtype, device=device)
     partial = torch.empty((parts, columns), dtype=torch.float32, device=device)
-    value_slots = triton.cdiv(heads, config.value_rows)
-    slots = (
-        2 * triton.cdiv(sizes.num_key_heads, config.key_rows)
-        + (2 if need_x else 1) * value_slots
-        + 1
-    )
     _launch(
         _pre_gated_delta_rule_backward_kernel,
-        slots * parts,
+        config.slots * parts,
         qkvzba,
         qkvzba,
         conv_weight.contiguous(),
@@ -1249,7 +1271,7 @@ def _launch_backward(
     if columns:
         _launch(
             _sum_parts_kernel,
-            triton.cdiv(columns, _REDUCE_COLUMNS),
+            -(-columns // _REDUCE_COLUMNS),
             partial,
             partial,
             *sums,
@@ -1357,9 +1379,7 @@ def fused_pre_gated_delta_rule(
             f"cu_seqlens requires batch size 1, got {qkvzba.shape[1]}; "
             "concatenate the documents along the sequence, or drop cu_seqlens"
         )
-    sizes = HeadSizes(
-        num_key_heads, num_value_heads, key_head_dim, value_head_dim, use_qk_l2norm
-    )
+    sizes = HeadSizes(num_key_heads, num_value_heads, key_head_dim, value_head_dim, use_qk_l2norm)
     return _PreGatedDeltaRule.apply(
         qkvzba, conv_weight, conv_bias, A_log, dt_bias, cu_seqlens, sizes
     )
