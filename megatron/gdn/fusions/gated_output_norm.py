@@ -45,8 +45,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fusion_registry import checked_by_declaration
+
 FORWARD_TILE_ELEMENTS = 2048
-BACKWARD_TILE_ELEMENTS = 2048
+BACKWARD_TILE_ELEMENTS = 1024
 MAX_ALIGNMENT = 16
 """Strides are described to the compiler as multiples of a power of two, of this one at most."""
 MULTIPROCESSORS_WITHOUT_CUDA = 1
@@ -126,8 +128,8 @@ def backward_launch(heads: int, head_dim: int) -> LaunchConfig:
         tile_heads=tile_heads,
         num_warps=_warps(tokens * tile_heads * head_dim),
         num_stages=1,
-        programs_per_multiprocessor=4,
-        eviction_policy="evict_first",
+        programs_per_multiprocessor=7,
+        eviction_policy="",
     )
 
 
@@ -537,6 +539,7 @@ class _GatedOutputNormGradient(torch.autograd.Function):
         )
 
 
+@checked_by_declaration("gated_output_norm")
 def fused_gated_output_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
@@ -558,6 +561,8 @@ def fused_gated_output_norm(
         contiguous too, and each gradient has the dtype of its input.
 
     Raises:
+        FusionUnsupportedError: a ValueError with every declared precondition that does not hold
+            (`gated_output_norm.yaml`, those about the arguments).
         RuntimeError: from autograd, when a gradient is itself differentiated.
     """
     return _GatedOutputNorm.apply(x, gate, weight, eps, zero_centered_gamma)
