@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: variant names, fusion fields, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusion_registry import FusionConfigError
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
+from megatron.gdn import TransformerConfig
+from megatron.gdn.stages import OPTIONS
+from tests.gdn.layer_support import make_config
+
+FUSION_FIELDS = {*OPTIONS, "gdn_fusions", "gdn_fusion_config"}
+
+
+def test_fields_added_to_megatron_core() -> None:
+    ours = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    theirs = {field.name for field in dataclasses.fields(CoreTransformerConfig)}
+    assert set(ours) - theirs == FUSION_FIELDS
+    assert ours["gdn_gated_output_norm_fusion"] is False
+    assert ours["gdn_pre_gated_delta_rule_fusion"] is False
+    assert ours["gdn_fusions"] == ()
+    assert ours["gdn_fusion_config"] is None
+
+
+def test_gdn_is_accepted_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        config = make_config(experimental_attention_variant="gdn")
+    assert config.experimental_attention_variant == "gated_delta_net"
+
+
+def test_the_alias_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="'gated_delta_net' is deprecated; write 'gdn'"):
+        config = make_config(
+            experimental_attention_variant="gated_delta_net", gdn_gated_output_norm_fusion=True
+        )
+    assert config.gdn_gated_output_norm_fusion
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_copies_keep_the_fields(on: bool) -> None:
+    config = make_config(gdn_gated_output_norm_fusion=on)
+    for copied in (copy.deepcopy(config), copy.copy(config)):
+        assert copied.gdn_gated_output_norm_fusion is on
+    kept = pickle.loads(pickle.dumps(dataclasses.asdict(config)["gdn_fusions"]))
+    assert kept == ()
+
+
+def test_a_hybrid_model_sets_no_variant() -> None:
+    config = make_config(
+        experimental_attention_variant=None,
+        linear_attention_freq=None,
+        is_hybrid_model=True,
+        gdn_gated_output_norm_fusion=True,
+    )
+    assert config.gdn_gated_output_norm_fusion
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"gdn_gated_output_norm_fusion": "yes"},
+            "gdn_gated_output_norm_fusion must be True or False, got 'yes'",
+        ),
+        ({"gdn_fusions": "gated_output_norm"}, "must be a tuple of fusion names"),
+        ({"gdn_fusions": (1,)}, "must be a tuple of fusion names"),
+        (
+            {"gdn_fusions": ("gated_output_nrom",)},
+            "gdn_fusions: unknown fusion 'gated_output_nrom'; did you mean 'gated_output_norm'?",
+        ),
+        ({"gdn_fusion_config": "no/such/file.yaml"}, "no/such/file.yaml: cannot be read"),
+    ],
+    ids=["not_bool", "text", "numbers", "unknown", "no_file"],
+)
+def test_bad_fields(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FusionConfigError) as found:
+        make_config(**changes)
+    assert message in str(found.value)
+
+
+def test_a_name_and_its_option_may_agree() -> None:
+    config = make_config(gdn_gated_output_norm_fusion=True, gdn_fusions=["gated_output_norm"])
+    assert config.gdn_fusions == ("gated_output_norm",)
+
+
+def select_file(tmp_path: Path, entry: str) -> str:
+    file = tmp_path / "fusions.yaml"
+    file.write_text(f"select:\n  - {entry}\n")
+    return str(file)
+
+
+def test_layers_that_are_no_gdn_layers(tmp_path: Path) -> None:
+    """Layer 4 of this model is softmax attention."""
+    entry = "{stage: gated_output_norm, fusions: [gated_output_norm], layers: 4}"
+    with pytest.raises(FusionConfigError) as found:
+        make_config(gdn_fusion_config=select_file(tmp_path, entry))
+    assert "fusions.yaml:2: stage gated_output_norm: layers 4 match no layer" in str(found.value)
+    assert "it has 1,2,3" in str(found.value)
+
+
+def test_a_selection_without_gdn_layers(tmp_path: Path) -> None:
+    file = tmp_path / "fusions.yaml"
+    file.write_text(
+        "fusions:\n"
+        "  - {name: mine, stage: gated_delta_rule, determinism: unknown, preconditions: [],\n"
+        "     implementation: 'megatron.gdn.reference:gated_delta_rule'}\n"
+    )
+    with pytest.raises(FusionConfigError, match="this model has no Gated DeltaNet layer"):
+        make_config(
+            gdn_fusion_config=str(file),
+            gdn_fusions=("mine",),
+            experimental_attention_variant=None,
+            linear_attention_freq=None,
+        )
+
+
+def test_off_for_some_layers_beats_the_option(tmp_path: Path) -> None:
+    from megatron.gdn.selection import select_fusions
+
+    entry = "{stage: gated_output_norm, fusions: off, layers: 2}"
+    config = make_config(
+        gdn_gated_output_norm_fusion=True, gdn_fusion_config=select_file(tmp_path, entry)
+    )
+    selection = select_fusions(config)
+    used = [set(selection.for_layer(layer)) for layer in (1, 2, 3)]
+    assert used == [{"gated_output_norm"}, set(), {"gated_output_norm"}]
+
+
+def test_off_for_every_layer_contradicts_the_option(tmp_path: Path) -> None:
+    entry = "{stage: gated_output_norm, fusions: off}"
+    with pytest.raises(FusionConfigError) as found:
+        make_config(
+            gdn_gated_output_norm_fusion=True, gdn_fusion_config=select_file(tmp_path, entry)
+        )
+    assert "gdn_gated_output_norm_fusion=True" in str(found.value)
+    assert "fusions.yaml:2" in str(found.value)
