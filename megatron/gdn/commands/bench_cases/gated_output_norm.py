@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from torch import Tensor
 from megatron.gdn import reference
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
 from megatron.gdn.fusions.gated_output_norm import fused_gated_output_norm
+from megatron.gdn.layer import GatedDeltaNet
+from megatron.gdn.selection import bind_layer
+from megatron.gdn.variant import VARIANT
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 32, 128
 KEY_HEADS = 16
@@ -94,6 +98,28 @@ class _NormAndActivation(torch.nn.Module):
         self.act_fn = F.silu
 
 
+class _LayerWithOneStage(_NormAndActivation):
+    """The layer's own way to its output norm, without the rest of the layer."""
+
+    run_stage = GatedDeltaNet.run_stage
+    apply_gated_norm = GatedDeltaNet._apply_gated_norm
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__(weight)
+        self.config = SimpleNamespace(
+            deterministic_mode=False,
+            experimental_attention_variant=VARIANT,
+            is_hybrid_model=False,
+            gdn_gated_output_norm_fusion=True,
+        )
+        self.fusion_binding = bind_layer(self.config, 1)
+
+
+def _through_the_layer(inputs: Inputs) -> Stage:
+    layer = _LayerWithOneStage(_parameter(inputs))
+    return lambda given: (layer.apply_gated_norm(given["x"], given["gate"]),)
+
+
 def _megatron_core(inputs: Inputs) -> Stage:
     from megatron.gdn.unfused import gated_output_norm
 
@@ -128,6 +154,7 @@ CASES = (
         tolerance=TOLERANCE,
         implementations=(
             Implementation("fused_gated_output_norm", _fused, is_ours=True),
+            Implementation("the same through the layer's stage", _through_the_layer, is_ours=True),
             Implementation("megatron-core unfused, torch.compile", _megatron_core),
             Implementation("fla FusedRMSNormGated", _fla),
         ),
