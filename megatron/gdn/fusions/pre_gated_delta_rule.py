@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +53,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
+
+from fusion_registry import checked_by_declaration
 
 L2_NORM_EPS = tl.constexpr(1e-6)
 
@@ -72,6 +75,24 @@ _MIN_CHUNK, _MAX_CHUNK = 16, 1024
 # never full. A constant, not the device's own count, so that ranks agree.
 _FORWARD_PROGRAMS = 2048
 _BACKWARD_PROGRAMS = 3072
+
+# Arguments whose values and alignment the compiler must not look at: nothing compiles anew for
+# another length, batch, packing or position of a parameter in a flat buffer.
+_COUNTS = ("n_batch", "n_tokens", "n_chunk")
+_X_STRIDES = ("stride_x_s", "stride_x_b")
+_GRADIENT_STRIDES = tuple(
+    f"stride_{gradient}_{dim}"
+    for gradient, dims in (
+        ("dq", "bshd"),
+        ("dk", "bshd"),
+        ("dv", "bshd"),
+        ("dz", "bshd"),
+        ("dbeta", "bsh"),
+        ("dg", "bsh"),
+    )
+    for dim in dims
+)
+_ANY_ALIGNMENT = ("p_weight", "p_bias", "p_a_log", "p_dt_bias", "p_lookback")
 
 
 class HeadSizes(NamedTuple):
@@ -330,8 +351,7 @@ def _forward_decay(
 
 
 @triton.jit(
-    do_not_specialize=["stride_x_s", "stride_x_b", "n_batch", "n_tokens", "n_chunk"],
-    do_not_specialize_on_alignment=["p_weight", "p_bias", "p_a_log", "p_dt_bias", "p_lookback"],
+    do_not_specialize=[*_COUNTS, *_X_STRIDES], do_not_specialize_on_alignment=_ANY_ALIGNMENT
 )
 def _pre_gated_delta_rule_forward_kernel(
     p_x,
@@ -726,36 +746,8 @@ def _backward_decay(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_x_s",
-        "stride_x_b",
-        "stride_dq_b",
-        "stride_dq_s",
-        "stride_dq_h",
-        "stride_dk_b",
-        "stride_dk_s",
-        "stride_dk_h",
-        "stride_dv_b",
-        "stride_dv_s",
-        "stride_dv_h",
-        "stride_dz_b",
-        "stride_dz_s",
-        "stride_dz_h",
-        "stride_dq_d",
-        "stride_dk_d",
-        "stride_dv_d",
-        "stride_dz_d",
-        "stride_dbeta_b",
-        "stride_dbeta_s",
-        "stride_dbeta_h",
-        "stride_dg_b",
-        "stride_dg_s",
-        "stride_dg_h",
-        "n_batch",
-        "n_tokens",
-        "n_chunk",
-    ],
-    do_not_specialize_on_alignment=["p_weight", "p_bias", "p_a_log", "p_dt_bias", "p_lookback"],
+    do_not_specialize=[*_COUNTS, *_X_STRIDES, *_GRADIENT_STRIDES],
+    do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _pre_gated_delta_rule_backward_kernel(
     p_x,
@@ -1176,16 +1168,17 @@ def _launch_forward(
 
 def _launch_backward(
     qkvzba: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    parameters: Sequence[Tensor | None],
     lookback: Tensor | None,
     sizes: HeadSizes,
     gradients: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the five tensor inputs; `needed` says which, the others are None."""
+    conv_weight, conv_bias, A_log, dt_bias = parameters
+    assert conv_weight is not None
+    assert A_log is not None
+    assert dt_bias is not None
     length, batch, _ = qkvzba.shape
     width = conv_weight.shape[-1]
     extra = conv_bias is not None or lookback is not None
@@ -1222,7 +1215,8 @@ def _launch_backward(
 
     columns = sizes.conv_channels * (width * need_weight + need_bias) + 2 * heads * need_decay
     parts = batch * -(-length // config.chunk)
-    dx = torch.empty((length, batch, sizes.channels), dtype=qkvzba.dtype, device=device)
+    shape = (length, batch, sizes.channels) if need_x else (0,)
+    dx = torch.empty(shape, dtype=qkvzba.dtype, device=device)
     partial = torch.empty((parts, columns), dtype=torch.float32, device=device)
     _launch(
         _pre_gated_delta_rule_backward_kernel,
@@ -1260,7 +1254,9 @@ def _launch_backward(
         **_shared_constants(sizes, width, config),
     )
     sums: list[Tensor | None] = [
-        torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if need else None
+        torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if parameter is not None and need
+        else None
         for parameter, need in (
             (conv_weight, need_weight),
             (conv_bias, need_bias),
@@ -1289,12 +1285,45 @@ def _launch_backward(
     return (dx if need_x else None, *sums)
 
 
+def projection_problems(
+    qkvzba: Tensor,
+    conv_weight: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+) -> list[str]:
+    """Precondition: the channels of the projection and of the convolution fit the heads."""
+    sizes = HeadSizes(num_key_heads, num_value_heads, key_head_dim, value_head_dim)
+    found = []
+    if qkvzba.ndim == 3 and qkvzba.shape[2] != sizes.channels:
+        found.append(f"{qkvzba.shape[2]} projection channels where the heads make {sizes.channels}")
+    if conv_weight.ndim == 3 and conv_weight.shape[0] != sizes.conv_channels:
+        found.append(
+            f"{conv_weight.shape[0]} convolution channels where the heads make "
+            f"{sizes.conv_channels}"
+        )
+    return found
+
+
+def packing_problems(qkvzba: Tensor, cu_seqlens: Tensor | None) -> list[str]:
+    """Precondition: packed documents lie in one batch entry, and there is at least one."""
+    if cu_seqlens is None:
+        return []
+    found = []
+    if qkvzba.ndim == 3 and qkvzba.shape[1] != 1:
+        found.append(f"cu_seqlens with batch size {qkvzba.shape[1]}")
+    if cu_seqlens.ndim == 1 and cu_seqlens.shape[0] < 2:
+        found.append(f"cu_seqlens of {cu_seqlens.shape[0]} entries, which bound no document")
+    return found
+
+
 class _PreGatedDeltaRule(torch.autograd.Function):
     """Saves its own inputs and, for packed batches, the lookback bytes; nothing else."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         qkvzba: Tensor,
         conv_weight: Tensor,
         conv_bias: Tensor | None,
@@ -1324,15 +1353,48 @@ class _PreGatedDeltaRule(torch.autograd.Function):
         return q, k, v, gate, beta, g
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(gradient is None for gradient in gradients):
             return (None,) * 7
-        needed = ctx.needs_input_grad[:5]
-        results = _launch_backward(*ctx.saved_tensors, ctx.sizes, gradients, needed)
+        results = _PreGatedDeltaRuleGradient.apply(
+            ctx.sizes, ctx.needs_input_grad[:5], *ctx.saved_tensors, *gradients
+        )
         return (*results, None, None)
 
 
+class _PreGatedDeltaRuleGradient(torch.autograd.Function):
+    """The backward as a Function, so that differentiating it raises.
+
+    `once_differentiable` on the backward itself would raise only when an incoming gradient
+    requires one; of a loss on first-order gradients it would silently drop a part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sizes: HeadSizes,
+        needed: tuple[bool, ...],
+        qkvzba: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        lookback: Tensor | None,
+        *gradients: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        parameters = (conv_weight, conv_bias, A_log, dt_bias)
+        return _launch_backward(qkvzba, parameters, lookback, sizes, gradients, needed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> None:
+        raise RuntimeError(
+            "fused_pre_gated_delta_rule is differentiable once, got the gradient of its gradient; "
+            "disable the fusion for second-order gradients"
+        )
+
+
+@checked_by_declaration("pre_gated_delta_rule")
 def fused_pre_gated_delta_rule(
     qkvzba: Tensor,
     conv_weight: Tensor,
@@ -1368,17 +1430,13 @@ def fused_pre_gated_delta_rule(
         `[b, s, Hv]` float32. The gradient of `qkvzba` is contiguous in logical order.
 
     Raises:
-        ValueError: packed documents with b > 1. The other preconditions are declared in
-            `pre_gated_delta_rule.yaml` and judged before a layer calls this function.
+        FusionUnsupportedError: a ValueError with every declared precondition about the arguments
+            that does not hold (`pre_gated_delta_rule.yaml`).
+        RuntimeError: from autograd, when a gradient is itself differentiated.
 
     Autograd keeps references to the five inputs and, for packed batches, one byte per token. The
     convolution is recomputed, and no output is kept for this function's own backward.
     """
-    if cu_seqlens is not None and qkvzba.shape[1] != 1:
-        raise ValueError(
-            f"cu_seqlens requires batch size 1, got {qkvzba.shape[1]}; "
-            "concatenate the documents along the sequence, or drop cu_seqlens"
-        )
     sizes = HeadSizes(num_key_heads, num_value_heads, key_head_dim, value_head_dim, use_qk_l2norm)
     return _PreGatedDeltaRule.apply(
         qkvzba, conv_weight, conv_bias, A_log, dt_bias, cu_seqlens, sizes
