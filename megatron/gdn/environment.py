@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place where this project reads or sets environment variables.
+
+Imports neither torch nor triton: what is set here has to be set before they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_INTERPRET = "TRITON_INTERPRET"
+
+
+def use_triton_interpreter() -> None:
+    """Let Triton run its kernels in its interpreter, which takes CPU tensors, in this process.
+
+    Triton reads the setting when it is imported and whenever a kernel is decorated.
+
+    Raises:
+        RuntimeError: Triton has been imported without the setting.
+    """
+    if os.environ.get(_INTERPRET) == "1":
+        return
+    if "triton" in sys.modules:
+        raise RuntimeError(
+            f"Triton's interpreter requires {_INTERPRET}=1 before triton is imported, and it is "
+            f"imported already; start the process with {_INTERPRET}=1"
+        )
+    os.environ[_INTERPRET] = "1"
