@@ -489,10 +489,10 @@ def test_is_reproducible_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        LaunchConfig(1, 1, 1, 1, 0, ""),
-        LaunchConfig(2, 2, 2, 1, 1, "evict_first"),
-        LaunchConfig(4, 1, 4, 1, 3, ""),
-        LaunchConfig(8, 4, 4, 1, 64, "evict_first"),
+        LaunchConfig(1, 1, 1, 1, 0),
+        LaunchConfig(2, 2, 2, 1, 1),
+        LaunchConfig(4, 1, 4, 1, 3),
+        LaunchConfig(8, 4, 4, 1, 64),
     ],
     ids=lambda c: (
         f"tokens{c.tile_tokens}-heads{c.tile_heads}-programs{c.programs_per_multiprocessor}"
@@ -560,7 +560,7 @@ def test_launch_configuration_is_immutable() -> None:
 
 
 def test_programs_are_bounded_by_the_device_and_by_the_work() -> None:
-    config = LaunchConfig(1, 8, 4, 1, 6, "")
+    config = LaunchConfig(1, 8, 4, 1, 6)
     assert config.programs(10, multiprocessors=132) == 10
     assert config.programs(10**6, multiprocessors=132) == 792
     assert dataclasses.replace(config, programs_per_multiprocessor=0).programs(10**6, 132) == 10**6

@@ -7,8 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy
+import torch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,10 +30,26 @@ FOUR_LAYERS = (
     "--attention-dropout 0 --hidden-dropout 0 "
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--clip-grad 1.0 --bf16 --seed 1234 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --split 90,5,5 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --split 90,5,5 "
     "--log-interval 1 --eval-interval 1000 --eval-iters 0"
 )
-"""Three GDN layers and one of softmax attention, on mock data."""
+"""Three GDN layers and one of softmax attention, over bytes."""
+
+
+def write_byte_dataset(folder: Path, files: int = 60) -> Path:
+    """Write Python's own source files as an indexed data set of bytes.
+
+    Returns:
+        The prefix for `--data-path`.
+    """
+    prefix = folder / "stdlib"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint8)
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
+        content = numpy.frombuffer(file.read_bytes(), dtype=numpy.uint8)
+        builder.add_document(torch.from_numpy(content.copy()), [content.size])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
 

@@ -23,6 +23,9 @@ FLUSH_BYTES = 256 * 2**20
 COPY_BYTES = 2**30
 INITIAL_SPIN_CYCLES = 1_000_000
 LONGEST_SPIN_CYCLES = 2_000_000_000
+HOST_CALLS = 50
+HOST_SPIN_CYCLES = 20_000_000
+"""About 10 ms: the GPU stays busy while the host makes its calls."""
 
 
 class DeviceTimer:
@@ -47,17 +50,17 @@ class DeviceTimer:
 
     def host_ms(self, call: Callable[[], object]) -> float:
         """Median wall time of a call in milliseconds while the GPU is busy behind a spin kernel."""
-        for _ in range(self.warm_up):
+        for _ in range(HOST_CALLS):
             call()
-        torch.cuda.synchronize()
         times = []
         for _ in range(self.repetitions):
-            torch.cuda._sleep(self._spin_cycles)
-            for _ in range(5):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(HOST_SPIN_CYCLES)
+            for _ in range(HOST_CALLS):
                 begin = time.perf_counter()
                 call()
                 times.append((time.perf_counter() - begin) * 1e3)
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return statistics.median(times)
 
     def copy_bytes_per_second(self) -> float:

@@ -78,7 +78,6 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    eviction_policy: str
 
     def tiles(self, batch: int, length: int, heads: int) -> int:
         return batch * -(-length // self.tile_tokens) * (heads // self.tile_heads)
@@ -115,7 +114,6 @@ def forward_launch(heads: int, head_dim: int) -> LaunchConfig:
         num_warps=_warps(tokens * tile_heads * head_dim),
         num_stages=1,
         programs_per_multiprocessor=0,
-        eviction_policy="evict_first",
     )
 
 
@@ -129,7 +127,6 @@ def backward_launch(heads: int, head_dim: int) -> LaunchConfig:
         num_warps=_warps(tokens * tile_heads * head_dim),
         num_stages=1,
         programs_per_multiprocessor=7,
-        eviction_policy="",
     )
 
 
@@ -200,7 +197,6 @@ def _forward_kernel(
     ALIGN_GATE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     i_dim = tl.arange(0, DIM)[None, :].to(tl.int64)
     i_row_token = (tl.arange(0, TOKENS * HEADS) // HEADS)[:, None]
@@ -216,9 +212,9 @@ def _forward_kernel(
         i_batch, i_token, i_head = _tile_origin(i_tile, n_sequence, TOKENS, HEADS, HEAD_TILES)
         m_row = i_token + i_row_token < n_sequence
         o_tile = _tile_offset(i_batch, i_token, i_head, s_x_b, s_x_s, s_x_h, ALIGN_X)
-        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=0.0, eviction_policy=EVICT)
+        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=0.0)
         o_tile = _tile_offset(i_batch, i_token, i_head, s_gate_b, s_gate_s, s_gate_h, ALIGN_GATE)
-        b_gate = tl.load(p_gate + o_tile + o_gate, mask=m_row, other=0.0, eviction_policy=EVICT)
+        b_gate = tl.load(p_gate + o_tile + o_gate, mask=m_row, other=0.0)
         b_x, b_gate = b_x.to(tl.float32), b_gate.to(tl.float32)
 
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) * (1.0 / DIM) + eps)
@@ -263,7 +259,6 @@ def _backward_kernel(
     ALIGN_DOUT: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """Computes what its pointers ask for: `p_dx`, `p_dgate` and `p_partial` may each be None."""
     i_dim = tl.arange(0, DIM)[None, :].to(tl.int64)
@@ -283,11 +278,11 @@ def _backward_kernel(
         i_batch, i_token, i_head = _tile_origin(i_tile, n_sequence, TOKENS, HEADS, HEAD_TILES)
         m_row = i_token + i_row_token < n_sequence
         o_tile = _tile_offset(i_batch, i_token, i_head, s_x_b, s_x_s, s_x_h, ALIGN_X)
-        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=0.0, eviction_policy=EVICT)
+        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=0.0)
         o_tile = _tile_offset(i_batch, i_token, i_head, s_gate_b, s_gate_s, s_gate_h, ALIGN_GATE)
-        b_gate = tl.load(p_gate + o_tile + o_gate, mask=m_row, other=0.0, eviction_policy=EVICT)
+        b_gate = tl.load(p_gate + o_tile + o_gate, mask=m_row, other=0.0)
         o_tile = _tile_offset(i_batch, i_token, i_head, s_dout_b, s_dout_s, s_dout_h, ALIGN_DOUT)
-        b_dout = tl.load(p_dout + o_tile + o_dout, mask=m_row, other=0.0, eviction_policy=EVICT)
+        b_dout = tl.load(p_dout + o_tile + o_dout, mask=m_row, other=0.0)
         b_x, b_gate, b_dout = b_x.to(tl.float32), b_gate.to(tl.float32), b_dout.to(tl.float32)
         o_tile = ((i_batch * n_sequence + i_token) * (HEAD_TILES * HEADS) + i_head) * DIM
 
@@ -378,7 +373,6 @@ def launch_forward(
             _alignment(gate_b, gate_s, gate_h),
             zero_centered_gamma,
             config.num_stages,
-            config.eviction_policy,
             num_warps=config.num_warps,
         )
     return out
@@ -451,7 +445,6 @@ def launch_backward(
             _alignment(dout_b, dout_s, dout_h),
             zero_centered_gamma,
             config.num_stages,
-            config.eviction_policy,
             num_warps=config.num_warps,
         )
         if needs_weight:
