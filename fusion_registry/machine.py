@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 def installed_version(package: str) -> str | None:
@@ -59,8 +61,15 @@ class Machine:
 
 def triton_interpreter_is_on() -> bool:
     """Whether Triton runs its kernels in the interpreter (`TRITON_INTERPRET=1`)."""
+    runtime = _triton_runtime_knobs()
+    return runtime is not None and bool(runtime.interpret)
+
+
+@functools.cache
+def _triton_runtime_knobs() -> Any:
+    # The import statement alone would cost a microsecond on every judged call.
     try:
         from triton import knobs
     except ImportError:
-        return False
-    return bool(knobs.runtime.interpret)
+        return None
+    return knobs.runtime

@@ -15,6 +15,7 @@ work on meta tensors. An optional tensor that is None meets every rule but `tens
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from fusion_registry.contracts import StageContract
 from fusion_registry.import_path import ImportPath, import_object
 from fusion_registry.machine import Machine, triton_interpreter_is_on
-from fusion_registry.version_range import VersionRange, version_in_range
+from fusion_registry.version_range import PackageName, VersionRange, version_in_range
 
 Inputs = Mapping[str, Any]
 Judge = Callable[[Inputs, Any], str | None]
@@ -32,9 +33,7 @@ Phase = Literal["config", "layer", "call"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 AttributePath = Annotated[
     str,
-    StringConstraints(
-        pattern=r"^(config|layer)(\.[A-Za-z_][A-Za-z0-9_]*)+$", max_length=200
-    ),
+    StringConstraints(pattern=r"^(config|layer)(\.[A-Za-z_][A-Za-z0-9_]*)+$", max_length=200),
 ]
 DimPath = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*$")
@@ -68,22 +67,14 @@ def _shape_words(tensor: Any) -> str:
     return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
 
 
-def _attribute_reader(path: str) -> Callable[[Any], Any]:
-    root, *names = path.split(".")
-    if root == "config":
-        names.insert(0, "config")
-    if len(names) == 1:
-        (only,) = names
-        return lambda layer: getattr(layer, only, _MISSING)
-    if len(names) == 2:
-        first, second = names
-        return lambda layer: getattr(getattr(layer, first, None), second, _MISSING)
+def _attribute_reader(path: str, missing: Any = _MISSING) -> Callable[[Any], Any]:
+    get = operator.attrgetter(path.removeprefix("layer."))
 
     def read(layer: Any) -> Any:
-        value = layer
-        for name in names:
-            value = getattr(value, name, _MISSING)
-        return value
+        try:
+            return get(layer)
+        except AttributeError:
+            return missing
 
     return read
 
@@ -128,7 +119,7 @@ class Precondition(BaseModel):
         found = []
         for subject in self.subjects():
             root, _, dim = subject.partition(".")
-            if root in ("config", "layer"):
+            if dim and root in ("config", "layer") and self.reads_attributes:
                 continue
             item = contract.input(root)
             names = ", ".join(known.name for known in contract.inputs)
@@ -146,6 +137,9 @@ class Precondition(BaseModel):
     reads_tensors: ClassVar[bool] = True
     """Whether the plain names among the subjects must be tensors."""
 
+    reads_attributes: ClassVar[bool] = False
+    """Whether dotted paths from `config` or `layer` are among the subjects."""
+
     def machine_problem(self, machine: Machine) -> str | None:
         """What a machine lacks for this rule, None when it lacks nothing."""
         del machine
@@ -157,8 +151,11 @@ class ValueEquals(Precondition):
 
     kind: Literal["value_equals"]
     subject: AttributePath
+
     value: Scalar
     called: str | None = None
+
+    reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
         return f"{self.called or self.subject}={self.value}"
@@ -168,10 +165,12 @@ class ValueEquals(Precondition):
 
     def compile(self, contract: StageContract) -> Judge:
         read, expected = _attribute_reader(self.subject), self.value
+        kind = type(expected)
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
             value = read(layer)
-            if value is expected or (value == expected and type(value) is type(expected)):
+            # The type first: comparing a tensor would read its contents.
+            if value is expected or (type(value) is kind and value == expected):
                 return None
             return _value_words(value)
 
@@ -183,8 +182,11 @@ class ValueIn(Precondition):
 
     kind: Literal["value_in"]
     subject: AttributePath
+
     values: tuple[Scalar, ...] = Field(min_length=1)
     called: str | None = None
+
+    reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
         return f"{self.called or self.subject} to be {join_words(self.values)}"
@@ -193,14 +195,16 @@ class ValueIn(Precondition):
         return (self.subject,)
 
     def compile(self, contract: StageContract) -> Judge:
-        read, allowed = _attribute_reader(self.subject), frozenset(self.values)
+        read = _attribute_reader(self.subject)
+        # With the type, since Python takes True for 1.
+        allowed = frozenset((type(value), value) for value in self.values)
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
             value = read(layer)
             try:
-                if value in allowed:
+                if (type(value), value) in allowed:
                     return None
-            except TypeError:
+            except TypeError:  # a value that cannot be hashed
                 pass
             return _value_words(value)
 
@@ -216,8 +220,11 @@ class ModuleType(Precondition):
 
     kind: Literal["module_type"]
     subject: AttributePath
+
     names: tuple[str, ...] = Field(min_length=1)
     called: str | None = None
+
+    reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
         return f"{self.called or self.subject} to be {join_words(self.names)}"
@@ -235,11 +242,13 @@ class ModuleType(Precondition):
             kind = type(value)
             if kind in accepted:
                 return None
+            if value is _MISSING:
+                return _value_words(value)
             for base in kind.__mro__:
                 if base.__name__ in names or f"{base.__module__}.{base.__qualname__}" in names:
                     accepted.add(kind)
                     return None
-            return "nothing of that name" if value is _MISSING else kind.__qualname__
+            return kind.__qualname__
 
         return judge
 
@@ -279,18 +288,28 @@ class DeviceType(Precondition):
 
     def compile(self, contract: StageContract) -> Judge:
         names, types, interpreter = self.tensors, frozenset(self.types), self.interpreter
+        # Asking a device for its type costs more than looking the device up.
+        accepted: set[Any] = set()
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
+            stand_in: bool | None = None
             for name in names:
                 tensor = inputs[name]
                 if tensor is None:
                     continue
-                kind = tensor.device.type
-                if kind in types:
+                device = tensor.device
+                if device in accepted:
                     continue
-                if interpreter and kind == "cpu" and triton_interpreter_is_on():
+                if device.type in types:
+                    accepted.add(device)
                     continue
-                return f"{name} on {tensor.device}"
+                if interpreter and device.type == "cpu":
+                    # Asked anew on every call, for it can be switched, but once a call.
+                    if stand_in is None:
+                        stand_in = triton_interpreter_is_on()
+                    if stand_in:
+                        continue
+                return f"{name} on {device}"
             return None
 
         return judge
@@ -317,17 +336,18 @@ class SameDevice(Precondition):
         return self.tensors
 
     def compile(self, contract: StageContract) -> Judge:
-        first, *rest = self.tensors
+        names = self.tensors
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
-            tensor = inputs[first]
-            if tensor is None:
-                return None
-            device = tensor.device
-            for name in rest:
-                other = inputs[name]
-                if other is not None and other.device != device:
-                    return f"{first} on {device} and {name} on {other.device}"
+            first, device = "", None
+            for name in names:
+                tensor = inputs[name]
+                if tensor is None:
+                    continue
+                if device is None:
+                    first, device = name, tensor.device
+                elif tensor.device != device:
+                    return f"{first} on {device} and {name} on {tensor.device}"
             return None
 
         return judge
@@ -417,9 +437,9 @@ class Rank(Precondition):
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
             tensor = inputs[name]
-            if tensor is None or tensor.dim() == rank:
+            if tensor is None or tensor.ndim == rank:
                 return None
-            return f"{tensor.dim()} dimensions {_shape_words(tensor)}"
+            return f"{tensor.ndim} dimensions {_shape_words(tensor)}"
 
         return judge
 
@@ -437,17 +457,20 @@ class SameShape(Precondition):
         return self.tensors
 
     def compile(self, contract: StageContract) -> Judge:
-        first, *rest = self.tensors
+        names = self.tensors
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
-            tensor = inputs[first]
-            if tensor is None:
-                return None
-            shape = tensor.shape
-            for name in rest:
-                other = inputs[name]
-                if other is not None and other.shape != shape:
-                    return f"{first} {_shape_words(tensor)} and {name} {_shape_words(other)}"
+            first, shape = "", None
+            for name in names:
+                tensor = inputs[name]
+                if tensor is None:
+                    continue
+                if shape is None:
+                    first, shape = name, tensor.shape
+                elif tensor.shape != shape:
+                    return (
+                        f"{first} {_shape_words(inputs[first])} and {name} {_shape_words(tensor)}"
+                    )
             return None
 
         return judge
@@ -459,8 +482,8 @@ DimOperand = int | DimPath | Name
 class DimRelation(Precondition):
     """A dimension is a power of two, or stands in a relation to a number, a dimension or a scalar.
 
-    `of` is an integer, a dimension such as `gate.head_dim`, or a scalar input such as
-    `num_key_heads`. `dim` may be a scalar input too.
+    `of` is an integer, a dimension such as `gate.head_dim`, or an integer input such as
+    `num_key_heads`. `dim` may be an integer input too.
     """
 
     kind: Literal["dim_relation"]
@@ -479,6 +502,17 @@ class DimRelation(Precondition):
             )
         return self
 
+    def problems(self, contract: StageContract) -> list[str]:
+        found = super().problems(contract)
+        for subject in self.subjects():
+            item = contract.input(subject)
+            if item is not None and item.kind != "int":
+                found.append(
+                    f"input {subject!r} of stage {contract.name} is no integer"
+                    + "".join(f"; or mean {subject}.{dim}?" for dim in item.dims[:1])
+                )
+        return found
+
     def _words(self, operand: DimOperand | None) -> str:
         name, _, dim = str(operand).partition(".")
         return f"{dim} of {name}" if dim else name
@@ -496,33 +530,36 @@ class DimRelation(Precondition):
         return (self.dim, self.of) if isinstance(self.of, str) else (self.dim,)
 
     def compile(self, contract: StageContract) -> Judge:
-        left, relation = _size_reader(self.dim, contract), self.relation
-        right = None if self.of is None else _size_reader(self.of, contract)
+        left = _size_reader(self.dim, contract)
+        if self.of is None:
+
+            def judge_alone(inputs: Inputs, layer: Any) -> str | None:
+                size = left(inputs)
+                if size is None or isinstance(size, str):
+                    return size
+                return None if size > 0 and size & (size - 1) == 0 else str(size)
+
+            return judge_alone
+        right, holds = _size_reader(self.of, contract), _RELATIONS[self.relation]
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
             size = left(inputs)
-            if size is None:
-                return None
-            if isinstance(size, str):
+            if size is None or isinstance(size, str):
                 return size
-            if right is None:
-                return None if size > 0 and size & (size - 1) == 0 else str(size)
             other = right(inputs)
-            if other is None:
-                return None
-            if isinstance(other, str):
+            if other is None or isinstance(other, str):
                 return other
-            if relation == "multiple_of":
-                holds = other != 0 and size % other == 0
-            elif relation == "equal_to":
-                holds = size == other
-            elif relation == "at_least":
-                holds = size >= other
-            else:
-                holds = size <= other
-            return None if holds else f"{size} beside {other}"
+            return None if holds(size, other) else f"{size} beside {other}"
 
         return judge
+
+
+_RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
+    "multiple_of": lambda size, other: other != 0 and size % other == 0,
+    "equal_to": operator.eq,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+}
 
 
 def _size_reader(
@@ -664,14 +701,16 @@ class DeviceCapability(Precondition):
         if machine.capability is None or machine.capability >= self._wanted():
             return None
         major, minor = machine.capability
-        return f"needs compute capability {self.at_least} or later, {machine.name} has {major}.{minor}"
+        return (
+            f"needs compute capability {self.at_least} or later, {machine.name} has {major}.{minor}"
+        )
 
 
 class PackageVersion(Precondition):
     """A distribution is installed in a version range."""
 
     kind: Literal["package_version"]
-    package: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    package: PackageName
     versions: VersionRange
 
     def describe(self) -> str:
@@ -715,6 +754,7 @@ class Predicate(Precondition):
     says: str = Field(min_length=1)
 
     reads_tensors: ClassVar[bool] = False
+    reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
         return self.says
@@ -727,18 +767,21 @@ class Predicate(Precondition):
         return f"{self.kind}:{self.callable}"
 
     def compile(self, contract: StageContract) -> Judge:
-        function = import_object(self.callable)
+        path, function = self.callable, import_object(self.callable)
         inputs_read = tuple(name for name in self.reads if "." not in name)
         attributes = tuple(
-            (path.replace(".", "_"), _attribute_reader(path)) for path in self.reads if "." in path
+            (name.replace(".", "_"), _attribute_reader(name, None))
+            for name in self.reads
+            if "." in name
         )
 
         def judge(inputs: Inputs, layer: Any) -> str | None:
-            values = {name: inputs[name] for name in inputs_read}
-            for keyword, read in attributes:
-                value = read(layer)
-                values[keyword] = None if value is _MISSING else value
+            values = {keyword: read(layer) for keyword, read in attributes}
+            for name in inputs_read:
+                values[name] = inputs[name]
             found = function(**values)
+            if not isinstance(found, (list, tuple)):
+                raise TypeError(f"{path} must return a list of reasons, got {found!r}")
             return "; ".join(found) if found else None
 
         return judge

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 
 from fusion_registry.import_path import ImportPath
 from fusion_registry.preconditions import AnyPrecondition, Name
-from fusion_registry.version_range import VersionRange
+from fusion_registry.version_range import PackageName, VersionRange
 
 FusionName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=100)
@@ -91,7 +91,7 @@ class FusionDeclaration(BaseModel):
     preconditions: tuple[AnyPrecondition, ...]
     description: str = ""
     option: Name | None = None
-    packages: Mapping[str, VersionRange] = Field(default_factory=dict)
+    packages: Mapping[PackageName, VersionRange] = Field(default_factory=dict)
     source: str = ""
 
 

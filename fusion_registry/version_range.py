@@ -6,7 +6,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator
+from pydantic import AfterValidator, StringConstraints
+
+PackageName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+]
+"""Name of a distribution, as `pip install` takes it."""
 
 
 def _is_range(text: str) -> str:

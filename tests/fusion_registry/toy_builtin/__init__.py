@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Built-in declarations of the toy catalogue."""
