@@ -227,7 +227,9 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
         return (), ()
     if not isinstance(source.data, dict):
         raise FusionConfigError(
-            source.problem((), f"a mapping with the keys fusions and select, got {source.data!r}")
+            source.problem(
+                (), f"a mapping with the keys fusions and select, got {_short(source.data)}"
+            )
         )
     try:
         parsed = FusionFile.model_validate(source.data)
@@ -250,17 +252,21 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
 
 def _read_file(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise FusionConfigError(
-                ConfigProblem(f"larger than {LARGEST_FILE} bytes; split it", str(path))
-            )
-        return path.read_text(encoding="utf-8")
+        fits = path.stat().st_size <= LARGEST_FILE
+        text = path.read_text(encoding="utf-8") if fits else ""
     except OSError as error:
         raise FusionConfigError(
             ConfigProblem(f"cannot be read: {error.strerror or error}", str(path))
         ) from error
-    except UnicodeDecodeError as error:
-        raise FusionConfigError(ConfigProblem(f"not UTF-8 text: {error}", str(path))) from error
+    except ValueError as error:  # not UTF-8, or a path with a null character
+        raise FusionConfigError(
+            ConfigProblem(f"cannot be read as UTF-8 text: {error}", str(path))
+        ) from error
+    if not fits:
+        raise FusionConfigError(
+            ConfigProblem(f"larger than {LARGEST_FILE} bytes; split it", str(path))
+        )
+    return text
 
 
 @functools.lru_cache(maxsize=8)
@@ -281,19 +287,28 @@ def _builtin_files(catalogue: Catalogue) -> tuple[Parsed, ...]:
     )
 
 
-def _register(
-    fusions: dict[str, RegisteredFusion], declared: Sequence[RegisteredFusion]
-) -> None:
-    problems = [
-        ConfigProblem(
-            f"fusion {item.name!r} is declared already, in {fusions[item.name].origin}; "
-            "choose another name",
-            item.origin.file,
-            item.origin.line,
-        )
-        for item in declared
-        if item.name in fusions
-    ]
+def _register(fusions: dict[str, RegisteredFusion], declared: Sequence[RegisteredFusion]) -> None:
+    selected_by = {
+        (item.declaration.option, item.declaration.stage): item for item in fusions.values()
+    }
+    problems = []
+    for item in declared:
+        option, stage = item.declaration.option, item.declaration.stage
+        other = None if option is None else selected_by.setdefault((option, stage), item)
+        if item.name in fusions:
+            text = (
+                f"fusion {item.name!r} is declared already, in {fusions[item.name].origin}; "
+                "choose another name"
+            )
+        elif other is not None and other is not item:
+            # Else setting the option would be a contradiction in itself.
+            text = (
+                f"option {option} selects fusion {other.name!r} of stage {stage} already, declared "
+                f"in {other.origin}; leave `option` out and select {item.name!r} by name"
+            )
+        else:
+            continue
+        problems.append(ConfigProblem(text, item.origin.file, item.origin.line))
     if problems:
         raise FusionConfigError(*problems)
     fusions.update((item.name, item) for item in declared)
@@ -305,9 +320,12 @@ def _register_plugin(
     fusions: dict[str, RegisteredFusion],
     broken: list[BrokenPlugin],
 ) -> None:
-    distribution = plugin.dist.name if plugin.dist is not None else plugin.value
+    distribution = plugin.value
     names: tuple[str, ...] = ()
     try:
+        if plugin.dist is not None:
+            # An installation without metadata has no name, or raises when asked for it.
+            distribution = plugin.dist.name or distribution
         declared: list[RegisteredFusion] = []
         for file, text in _plugin_files(plugin):
             parsed, selected = parse_declarations(text, file, catalogue, "plug-in")
@@ -321,7 +339,7 @@ def _register_plugin(
         if twice:
             raise FusionConfigError(f"{plugin.value} declares {', '.join(twice)} twice")
         _register(fusions, declared)
-    except Exception as error:  # a plug-in may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
         broken.append(
             BrokenPlugin(plugin.name, distribution, f"{type(error).__name__}: {error}", names)
         )
@@ -394,10 +412,7 @@ def _valid_keys(path: KeyPath, source: YamlSource) -> str:
 
 
 def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
-        text = "a number too long to print"
+    text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -428,6 +443,4 @@ def _contract_problems(
                 yield source.problem((*path, "preconditions", place), text)
     for index, choice in enumerate(parsed.select):
         if choice.stage not in stages:
-            yield source.problem(
-                ("select", index, "stage"), unknown("stage", choice.stage, stages)
-            )
+            yield source.problem(("select", index, "stage"), unknown("stage", choice.stage, stages))

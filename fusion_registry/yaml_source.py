@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a YAML document to plain data and remembers the line of every key path.
 
-Only the safe loader's types come out. Duplicate keys, anchors, aliases and tags are refused:
-a declaration that says a thing twice, or that needs a second document to be understood, is a
-mistake more often than a wish.
+Only the safe loader's types come out. Duplicate keys, anchors, aliases, merge keys and tags are
+refused: a declaration that says a thing twice, or that needs a second document to be understood, is
+a mistake more often than a wish. So are scalars that Python can hold and not print: integers of
+thousands of digits, and escapes that are half of a character.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fusion_registry.errors import ConfigProblem, FusionConfigError
 KeyPath = tuple[str | int, ...]
 MAX_DEPTH = 24
 """Nesting that no declaration needs; deeper documents are refused before Python's stack is."""
+LONGEST_INTEGER = 100
+"""Characters; Python refuses to print an integer of a few thousand digits."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,17 @@ def read_yaml(text: str, origin: str) -> YamlSource:
         FusionConfigError: not YAML, or YAML that is refused (see the module docstring).
     """
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _refused(origin, event, f"nested deeper than {MAX_DEPTH} levels; flatten it")
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise _refused(origin, event, "anchors and aliases are not accepted; write it out")
-            if getattr(event, "tag", None):
-                raise _refused(origin, event, f"the tag {event.tag} is not accepted; remove it")
+            tag = getattr(event, "tag", None)
+            if tag:
+                raise _refused(origin, event, f"the tag {tag} is not accepted; remove it")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         lines: dict[KeyPath, int] = {}
         if root is not None:
@@ -87,9 +96,9 @@ def _refused(origin: str, at: Any, text: str) -> FusionConfigError:
 
 
 def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath, yaml.Node]]:
-    if len(path) > MAX_DEPTH:
-        raise _refused(origin, node, f"nested deeper than {MAX_DEPTH} levels; flatten it")
     yield path, node
+    if isinstance(node, yaml.ScalarNode):
+        _refuse_unprintable(node, origin)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _walk(item, (*path, index), origin)
@@ -98,6 +107,9 @@ def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _refused(origin, key, "a key must be a plain word")
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise _refused(origin, key, "the merge key << is not accepted; write it out")
+            _refuse_unprintable(key, origin)
             name = str(key.value)
             if name in seen:
                 where = format_path((*path, name))
@@ -107,3 +119,15 @@ def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath
             seen[name] = key.start_mark.line + 1
             yield from _walk(value, (*path, name), origin)
             yield (*path, name), key
+
+
+def _refuse_unprintable(node: yaml.ScalarNode, origin: str) -> None:
+    text = str(node.value)
+    if node.tag == "tag:yaml.org,2002:int" and len(text) > LONGEST_INTEGER:
+        raise _refused(
+            origin, node, f"an integer of {len(text)} characters; at most {LONGEST_INTEGER}"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise _refused(
+            origin, node, f"{ascii(text)[:80]} holds half of a character; write it whole"
+        )
