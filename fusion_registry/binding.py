@@ -34,13 +34,29 @@ logger = logging.getLogger("fusion_registry")
 
 
 class CompiledRules:
-    """The preconditions of one fusion as closures, in order of declaration."""
+    """The preconditions of one fusion as closures, in order of declaration.
+
+    Raises:
+        FusionConfigError: a predicate that a rule names cannot be imported.
+    """
 
     def __init__(
-        self, rules: Sequence[Precondition], contract: StageContract, phases: Sequence[Phase]
+        self, fusion: RegisteredFusion, contract: StageContract, phases: Sequence[Phase]
     ) -> None:
-        self.rules = tuple(rule for rule in rules if rule.phase in phases)
-        self.judges: tuple[Judge, ...] = tuple(rule.compile(contract) for rule in self.rules)
+        self.rules: tuple[Precondition, ...] = tuple(
+            rule for rule in fusion.declaration.preconditions if rule.phase in phases
+        )
+        judges: list[Judge] = []
+        for rule in self.rules:
+            try:
+                judges.append(rule.compile(contract))
+            except Exception as error:  # a predicate's module may raise anything
+                raise _wrong(
+                    fusion,
+                    f"has a precondition that is broken here, {rule.code}: "
+                    f"{type(error).__name__}: {error}",
+                ) from error
+        self.judges = tuple(judges)
 
     def reasons(self, inputs: Inputs, layer: Any) -> tuple[Reason, ...]:
         """Every reason why the call cannot be served; empty when it can."""
@@ -52,6 +68,10 @@ class CompiledRules:
 
 
 ALL_PHASES: tuple[Phase, ...] = ("config", "layer", "call")
+EARLY_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    "config": ("config",),
+    "layer": ("config", "layer"),
+}
 
 
 class BoundFusion:
@@ -64,12 +84,10 @@ class BoundFusion:
         self.determinism = declaration.determinism
         self.contract = contract
         implementation = load_implementation(fusion, contract)
-        # The binding judges the same declaration, so a second judgement inside is spared.
-        self.call: Callable[..., Any] = getattr(implementation, "unchecked", implementation)
-        self.rules = CompiledRules(declaration.preconditions, contract, ALL_PHASES)
+        self.call = _without_second_judgement(implementation, fusion)
+        self.rules = CompiledRules(fusion, contract, ALL_PHASES)
         self.early = {
-            phase: CompiledRules(declaration.preconditions, contract, phases)
-            for phase, phases in (("config", ("config",)), ("layer", ("config", "layer")))
+            phase: CompiledRules(fusion, contract, phases) for phase, phases in EARLY_PHASES.items()
         }
         self.calls = 0
 
@@ -215,16 +233,13 @@ def check_config(selection: Selection, config: Any, layers: Sequence[int | None]
             contract = selection.registry.stages[stage]
             refusals = []
             for name in claim.candidates:
-                declaration = selection.registry.fusion(name, claim.origin).declaration
-                rules = CompiledRules(declaration.preconditions, contract, ("config",))
-                reasons = rules.reasons({}, shim)
+                fusion = selection.registry.fusion(name, claim.origin)
+                reasons = CompiledRules(fusion, contract, ("config",)).reasons({}, shim)
                 if not reasons:
                     break
-                refusals.append(CandidateRefusal(name, declaration.option, reasons))
+                refusals.append(CandidateRefusal(name, fusion.declaration.option, reasons))
             else:
-                raise FusionUnsupportedError(
-                    Refusal(stage, tuple(refusals), origin=claim.origin)
-                )
+                raise FusionUnsupportedError(Refusal(stage, tuple(refusals), origin=claim.origin))
 
 
 def unavailable(fusion: RegisteredFusion, machine: Machine) -> Iterator[str]:
@@ -247,38 +262,50 @@ def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Ca
             callable does not accept the stage's inputs by keyword.
     """
     declaration = fusion.declaration
-
-    def wrong(text: str) -> FusionConfigError:
-        return FusionConfigError(
-            ConfigProblem(
-                f"fusion {fusion.name!r} {text}", fusion.origin.file, fusion.origin.line
-            )
-        )
-
     here = Machine("this machine", "cpu")
     for package, versions in declaration.packages.items():
         found = version_problem(package, versions, here)
         if found is not None:
-            raise wrong(f"needs {package} {versions}, got {found}")
+            raise _wrong(fusion, f"needs {package} {versions}, got {found}")
     try:
-        implementation = import_object(declaration.implementation)
+        implementation: Callable[..., Any] = import_object(declaration.implementation)
     except Exception as error:  # a module may raise anything while it is imported
-        raise wrong(
+        raise _wrong(
+            fusion,
             f"cannot import {declaration.implementation}, which is broken here: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}",
         ) from error
     if not callable(implementation):
-        raise wrong(f"names {declaration.implementation}, which is not callable")
+        raise _wrong(fusion, f"names {declaration.implementation}, which is not callable")
     try:
         inspect.signature(implementation).bind(**{item.name: None for item in contract.inputs})
     except TypeError as error:
-        raise wrong(
+        raise _wrong(
+            fusion,
             f"names {declaration.implementation}, which does not accept the inputs of stage "
-            f"{contract.name} ({', '.join(item.name for item in contract.inputs)}): {error}"
+            f"{contract.name} ({', '.join(item.name for item in contract.inputs)}): {error}",
         ) from None
     except ValueError:
         pass  # a builtin without a signature; the first call will tell
     return implementation
+
+
+def _wrong(fusion: RegisteredFusion, text: str) -> FusionConfigError:
+    return FusionConfigError(
+        ConfigProblem(f"fusion {fusion.name!r} {text}", fusion.origin.file, fusion.origin.line)
+    )
+
+
+def _without_second_judgement(
+    implementation: Callable[..., Any], fusion: RegisteredFusion
+) -> Callable[..., Any]:
+    """What a binding calls: it has judged the declaration itself, so a checked implementation need
+    not judge it again, unless it was declared elsewhere with rules other than its own."""
+    own: Callable[[], RegisteredFusion] | None = getattr(implementation, "declaration", None)
+    if own is None or own().declaration.preconditions != fusion.declaration.preconditions:
+        return implementation
+    unchecked: Callable[..., Any] = implementation.unchecked  # type: ignore[attr-defined]
+    return unchecked
 
 
 def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -286,7 +313,7 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
 
     A direct call has neither config nor layer, so only the rules about its arguments apply. The
     undecorated function stays reachable as `.unchecked`, which a binding calls after it has
-    judged the same rules itself.
+    judged the same rules itself, and the declaration as `.declaration()`.
 
     Args:
         name: the fusion's name in the registry.
@@ -303,7 +330,7 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
             return (
                 fusion,
                 contract,
-                CompiledRules(fusion.declaration.preconditions, contract, ("call",)),
+                CompiledRules(fusion, contract, ("call",)),
             )
 
         @functools.wraps(function)
@@ -324,6 +351,7 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
             return function(**bound.arguments)
 
         checked.unchecked = function  # type: ignore[attr-defined]
+        checked.declaration = lambda: rules()[0]  # type: ignore[attr-defined]
         return checked
 
     return decorate

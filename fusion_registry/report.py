@@ -93,7 +93,5 @@ def report_bindings(bindings: Iterable[Binding]) -> FusionReport:
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
