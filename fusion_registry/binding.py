@@ -242,16 +242,30 @@ def check_config(selection: Selection, config: Any, layers: Sequence[int | None]
                 raise FusionUnsupportedError(Refusal(stage, tuple(refusals), origin=claim.origin))
 
 
-def unavailable(fusion: RegisteredFusion, machine: Machine) -> Iterator[str]:
-    """Why a fusion cannot run on a machine at all: packages, then devices."""
-    for package, versions in fusion.declaration.packages.items():
-        found = version_problem(package, versions, machine)
-        if found is not None:
-            yield f"needs {package} {versions}, got {found}"
-    for rule in fusion.declaration.preconditions:
-        found = rule.machine_problem(machine)
-        if found is not None:
-            yield found
+def unavailable(
+    fusion: RegisteredFusion, contract: StageContract, machine: Machine
+) -> Iterator[str]:
+    """Why a fusion cannot run on a machine at all: packages, then devices.
+
+    On this very machine, when nothing else is amiss, the implementation is imported as well, since
+    a package can be installed and broken.
+    """
+    problems = [
+        f"needs {package} {versions}, got {found}"
+        for package, versions in fusion.declaration.packages.items()
+        if (found := version_problem(package, versions, machine)) is not None
+    ]
+    problems += [
+        found
+        for rule in fusion.declaration.preconditions
+        if (found := rule.machine_problem(machine)) is not None
+    ]
+    yield from problems
+    if machine.packages is None and not problems:
+        try:
+            load_implementation(fusion, contract)
+        except FusionConfigError as error:
+            yield error.problems[0].text
 
 
 def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Callable[..., Any]:

@@ -275,7 +275,7 @@ class DeviceType(Precondition):
 
     kind: Literal["device_type"]
     tensors: tuple[Name, ...] = Field(min_length=1)
-    types: tuple[str, ...] = Field(min_length=1)
+    types: tuple[Literal["cuda", "cpu", "meta"], ...] = Field(min_length=1)
     interpreter: bool = False
 
     def describe(self) -> str:
@@ -490,6 +490,7 @@ class DimRelation(Precondition):
     dim: DimPath | Name
     relation: Literal["power_of_two", "multiple_of", "equal_to", "at_least", "at_most"]
     of: DimOperand | None = None
+    called: str | None = None
 
     reads_tensors: ClassVar[bool] = False
 
@@ -518,7 +519,7 @@ class DimRelation(Precondition):
         return f"{dim} of {name}" if dim else name
 
     def describe(self) -> str:
-        dim = self._words(self.dim)
+        dim = self.called or self._words(self.dim)
         if self.relation == "power_of_two":
             return f"a power-of-two {dim}"
         relation = self.relation.replace("_", " ")

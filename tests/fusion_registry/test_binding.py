@@ -457,16 +457,27 @@ def test_unavailable_says_what_a_machine_lacks(choose) -> None:
     )
     selection = choose(declared("f", rules, packages="{torch: '>=2.6'}"), lone=("f",))
     fusion = selection.registry.fusion("f")
+    contract = selection.registry.stages[fusion.declaration.stage]
     good = Machine("a Hopper", "cuda", (9, 0), packages={"torch": "2.13", "triton": "3.7"})
-    assert list(unavailable(fusion, good)) == []
+    assert list(unavailable(fusion, contract, good)) == []
     bad = Machine("an Ampere", "cuda", (8, 0), packages={"torch": "2.5"})
-    assert list(unavailable(fusion, bad)) == [
+    assert list(unavailable(fusion, contract, bad)) == [
         "needs torch >=2.6, got 2.5",
         "needs compute capability 9.0 or later, an Ampere has 8.0",
         "needs triton >=3.4, got nothing: it is not installed",
     ]
     laptop = Machine("a laptop", "cpu", packages={"torch": "3"})
-    assert next(unavailable(fusion, laptop)) == "needs CUDA"
+    assert next(unavailable(fusion, contract, laptop)) == "needs CUDA"
+
+
+def test_here_a_broken_implementation_is_unavailable(choose) -> None:
+    selection = choose(declared("f", implementation="nowhere.at_all:f"), lone=("f",))
+    fusion = selection.registry.fusion("f")
+    contract = selection.registry.stages[fusion.declaration.stage]
+    (reason,) = unavailable(fusion, contract, Machine("here", "cpu"))
+    assert "cannot import nowhere.at_all:f, which is broken here: ModuleNotFoundError" in reason
+    elsewhere = Machine("elsewhere", "cpu", packages={})
+    assert list(unavailable(fusion, contract, elsewhere)) == []
 
 
 # --- implementations that judge their own declaration

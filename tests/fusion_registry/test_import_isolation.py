@@ -70,7 +70,9 @@ def test_a_machine_without_torch_can_be_described() -> None:
 from fusion_registry import Machine, load_registry, unavailable
 here = Machine.here()
 assert here.device_type == "cpu" and "without torch" in here.name, here
-reasons = list(unavailable(load_registry().fusion("gated_output_norm"), here))
+registry = load_registry()
+fusion = registry.fusion("gated_output_norm")
+reasons = list(unavailable(fusion, registry.stages[fusion.declaration.stage], here))
 assert any("CUDA" in reason for reason in reasons), reasons
 """
     )

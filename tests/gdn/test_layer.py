@@ -298,5 +298,3 @@ def test_a_third_party_fusion_by_a_config_file_alone(tmp_path: Path) -> None:
             assert count.fused == ({f"third_party_{stage}": 1} if used else {})
             assert count.unfused == (0 if used else 1)
             assert relative_error(out, plain(x, None)[0]) < 1e-2
-
-

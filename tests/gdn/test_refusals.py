@@ -150,7 +150,7 @@ def test_head_dim_96() -> None:
     layer = make_layer(config)
     with pytest.raises(ValueError) as found:
         layer(make_input(config), None)
-    expect(found, "a power-of-two head_dim of x", "96")
+    expect(found, "a power-of-two head dimension", "96")
 
 
 def test_empty_batch() -> None:
@@ -198,7 +198,7 @@ CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
             "gate": torch.ones(2, 3, 4, 96).half(),
             "weight": torch.ones(96),
         },
-        "a power-of-two head_dim of x",
+        "a power-of-two head dimension",
         "96",
     ),
     "x_float32": (

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS = 50
 NORM = "--gdn-gated-output-norm-fusion"
+PRE = "--gdn-pre-gated-delta-rule-fusion"
+STAGES = {"pre_gated_delta_rule": PRE, "gated_output_norm": NORM}
 Train = Callable[..., Pretraining]
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "gdn_norm_out")
 
@@ -42,25 +44,30 @@ def report_line(done: Pretraining, stage: str) -> list[str]:
 def test_unfused_loss_falls(train: Train) -> None:
     losses = train().losses
     assert losses[STEPS] < losses[1] - 1.0
-    assert report_line(train(), "gated_output_norm")[1] == "0/3"
+    for stage in STAGES:
+        assert report_line(train(), stage)[1] == "0/3"
 
 
-def test_fused_losses_agree(train: Train) -> None:
-    unfused, fused = train(), train(NORM)
+@pytest.mark.parametrize("flags", [(NORM,), (PRE,), (PRE, NORM)], ids=["norm", "pre", "both"])
+def test_fused_losses_agree(train: Train, flags: tuple[str, ...]) -> None:
+    unfused, fused = train(), train(*flags)
     errors = {n: abs(fused.losses[n] / loss - 1) for n, loss in unfused.losses.items()}
     worst = max(errors, key=errors.__getitem__)
-    print(f"\nloss {unfused.losses[1]:.3f} -> unfused {unfused.losses[STEPS]:.4f}, fused "
-          f"{fused.losses[STEPS]:.4f}; largest relative difference {errors[worst]:.1e}, step {worst}")
+    print(
+        f"\n{flags}: loss {unfused.losses[1]:.3f} -> unfused {unfused.losses[STEPS]:.4f}, fused "
+        f"{fused.losses[STEPS]:.4f}; largest relative difference {errors[worst]:.1e}, step {worst}"
+    )
     assert errors[worst] < 1e-2
-    assert report_line(fused, "gated_output_norm")[1] == "3/3"
+    for stage, flag in STAGES.items():
+        assert report_line(fused, stage)[1] == ("3/3" if flag in flags else "0/3")
 
 
 def test_recomputation_changes_no_loss(train: Train) -> None:
-    assert train(NORM, *RECOMPUTE).losses == train(NORM).losses
+    assert train(PRE, NORM, *RECOMPUTE).losses == train(PRE, NORM).losses
 
 
 def test_mock_data() -> None:
-    done = run_pretraining("--mock-data", NORM, steps=3)
+    done = run_pretraining("--mock-data", PRE, NORM, steps=3)
     assert done.status == 0, done.output[-5000:]
     assert list(done.losses) == [1, 2, 3]
 

@@ -143,8 +143,9 @@ def test_wheel_declares_the_commands(wheel, wheel_names):
 
 
 def test_wheel_holds_the_modules_of_its_commands(wheel_names):
-    modules = {target.partition(":")[0].replace(".", "/") + ".py" for target in COMMANDS.values()}
-    assert modules <= wheel_names
+    for target in COMMANDS.values():
+        module = target.partition(":")[0].replace(".", "/")
+        assert {f"{module}.py", f"{module}/__init__.py"} & wheel_names, target
 
 
 def test_wheel_names_its_licence(wheel, wheel_names):

@@ -75,8 +75,9 @@ def test_80_columns() -> None:
     ids=["hopper", "laptop", "interpreter", "old_packages"],
 )
 def test_availability(machine: Machine, reasons: list[str]) -> None:
-    fusion = load_registry().fusion("gated_output_norm")
-    assert list(unavailable(fusion, machine)) == reasons
+    registry = load_registry()
+    fusion, contract = registry.fusion("gated_output_norm"), registry.stages["gated_output_norm"]
+    assert list(unavailable(fusion, contract, machine)) == reasons
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +104,14 @@ def test_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "  - {name: mine, stage: gated_delta_rule, determinism: unknown, preconditions: [],\n"
         "     implementation: 'nowhere.at_all:function'}\n"
     )
-    assert main(["--config", str(file), "--stage", "gated_delta_rule"]) == 0
-    printed = capsys.readouterr().out
-    assert "--gdn-fusions mine" in printed
-    assert "mine.yaml:2 (config" in printed.replace("\n", "").replace(" " * 17, "")
+    assert main(["--config", str(file), "--stage", "gated_delta_rule", "--json"]) == 0
+    (fusion,) = json.loads(capsys.readouterr().out)["fusions"]
+    assert fusion["name"] == "mine"
+    assert fusion["enabled_by"] == "--gdn-fusions mine"
+    assert fusion["origin"] == f"{file}:2"
+    assert fusion["origin_kind"] == "config file"
+    (reason,) = fusion["unavailable"]
+    assert "cannot import nowhere.at_all:function" in reason
 
 
 def test_mistakes_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,9 +53,12 @@ def describe_stage(stage: StageContract, registry: Registry) -> dict[str, Any]:
     }
 
 
-def describe_fusion(fusion: RegisteredFusion, machine: Machine | None) -> dict[str, Any]:
+def describe_fusion(
+    fusion: RegisteredFusion, registry: Registry, machine: Machine | None
+) -> dict[str, Any]:
     """A fusion as plain data; `unavailable` is None when no machine was looked at."""
     declared = fusion.declaration
+    contract = registry.stages[declared.stage]
     return {
         "name": fusion.name,
         "stage": declared.stage,
@@ -72,7 +75,7 @@ def describe_fusion(fusion: RegisteredFusion, machine: Machine | None) -> dict[s
         "source": declared.source,
         "origin": str(fusion.origin),
         "origin_kind": fusion.origin.kind,
-        "unavailable": None if machine is None else list(unavailable(fusion, machine)),
+        "unavailable": None if machine is None else list(unavailable(fusion, contract, machine)),
     }
 
 
@@ -97,7 +100,7 @@ def describe_registry(
         "machine": None if machine is None else machine.name,
         "stages": [describe_stage(registry.stages[name], registry) for name in names],
         "fusions": [
-            describe_fusion(fusion, machine)
+            describe_fusion(fusion, registry, machine)
             for name in names
             for fusion in registry.fusions_of(name)
         ],

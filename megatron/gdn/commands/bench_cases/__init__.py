@@ -7,7 +7,7 @@ import importlib
 
 from megatron.gdn.commands.bench_cases.case import BenchCase
 
-STAGES_WITH_CASES = ("gated_output_norm",)
+STAGES_WITH_CASES = ("gated_output_norm", "pre_gated_delta_rule")
 """Stages that have a module of their name in this package."""
 
 
