@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 
 from fusion_registry import FusionConfigError
-from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 from megatron.gdn.selection import check_fusions
 from megatron.gdn.stages import OPTIONS
 from megatron.gdn.variant import to_megatron_core_variant
@@ -38,9 +39,9 @@ class TransformerConfig(CoreTransformerConfig):
     """A YAML file that registers fusions and selects them, per stage and per layer."""
 
     def __post_init__(self) -> None:
-        self.experimental_attention_variant = to_megatron_core_variant(  # type: ignore[assignment]
-            self.experimental_attention_variant
-        )
+        settings = vars(self)
+        variant = settings["experimental_attention_variant"]
+        settings["experimental_attention_variant"] = to_megatron_core_variant(variant)
         self._check_fusion_fields()
         super().__post_init__()
         check_fusions(self)
@@ -61,11 +62,3 @@ class TransformerConfig(CoreTransformerConfig):
         self.gdn_fusions = tuple(names)
         if self.gdn_fusion_config is not None:
             self.gdn_fusion_config = str(self.gdn_fusion_config)
-
-
-FUSION_FIELDS: tuple[str, ...] = tuple(
-    field.name
-    for field in fields(TransformerConfig)
-    if field.name not in {known.name for known in fields(CoreTransformerConfig)}
-)
-"""Names of the fields that `TransformerConfig` adds to megatron-core's."""

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +22,8 @@ from megatron.core.ssm.gated_delta_net import (
 )
 from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 from megatron.core.utils import deprecate_inference_params, nvtx_range_pop, nvtx_range_push
+from torch import Tensor
+
 from megatron.gdn.megatron_core_0_19 import (
     CoreGatedDeltaNet,
     head_permutation_for_context_parallel,
@@ -242,8 +242,16 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         lengths = [
             self._resolve_cu_seqlens(padded, exact, length, name, cp_size=self.cp_size)
             for name, padded, exact in (
-                ("cu_seqlens_q", packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_q),
-                ("cu_seqlens_kv", packed_seq_params.cu_seqlens_kv_padded, packed_seq_params.cu_seqlens_kv),
+                (
+                    "cu_seqlens_q",
+                    packed_seq_params.cu_seqlens_q_padded,
+                    packed_seq_params.cu_seqlens_q,
+                ),
+                (
+                    "cu_seqlens_kv",
+                    packed_seq_params.cu_seqlens_kv_padded,
+                    packed_seq_params.cu_seqlens_kv,
+                ),
             )
         ]
         if not torch.equal(*lengths):

@@ -17,8 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
 from megatron.core.ssm.gated_delta_net.common import (
     _build_head_perm_for_split_sections,
@@ -28,6 +26,7 @@ from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
     CheckpointWithoutOutputFunction,
 )
+from torch import Tensor
 
 __all__ = [
     "CoreGatedDeltaNet",
@@ -67,7 +66,7 @@ def parameters_on_cpu_without_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+    with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
         yield
 
 
@@ -93,6 +92,10 @@ class _CheckpointWithoutCuda(CheckpointWithoutOutput):
     Differs in two things: no CUDA random state is saved, and the recomputed output is copied into
     the discarded storage instead of shared through a C++ extension compiled on first use.
     """
+
+    ctx: Any
+    outputs: Any
+    run_function: Any
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         self.run_function = run_function
@@ -141,7 +144,7 @@ def compiled_datasets_helpers() -> Iterator[None]:
     except ImportError:
         yield
         return
-    with mock.patch.object(datasets_utils, "compile_helpers", lambda: None):
+    with mock.patch.object(datasets_utils, "compile_helpers"):
         yield
 
 

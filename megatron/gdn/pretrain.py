@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -34,6 +32,17 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
+from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
+
 from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.config import TransformerConfig
 from megatron.gdn.megatron_core_0_19 import (
@@ -44,17 +53,12 @@ from megatron.gdn.megatron_core_0_19 import (
 from megatron.gdn.report import fusion_report
 from megatron.gdn.specs import get_gdn_block_spec
 from megatron.gdn.variant import MEGATRON_CORE_VARIANT, VARIANT
-from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
-from megatron.training.models.gpt import GPTModelConfig
-from megatron.training.utils import get_blend_and_blend_per_split
 
 Batch = dict[str, Any]
+_BATCH_KEYS = (
+    *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
+    *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"),
+)
 
 
 def transformer_config_from_args(args: Namespace) -> TransformerConfig:
@@ -173,10 +177,7 @@ def next_batch(
     args = get_args()
     if not _reads_batches(vp_stage):
         return {}, None
-    batch: Batch = dict.fromkeys(
-        ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-        + ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-    )
+    batch: Batch = dict.fromkeys(_BATCH_KEYS)
     if data_iterator is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
         for name, value in next(data_iterator).items():
             batch[name] = value.cuda(non_blocking=True)
@@ -287,7 +288,7 @@ def forward_step(
         labels=batch.get("labels"),
         packed_seq_params=packing,
     )
-    return output, functools.partial(token_loss, batch.get("loss_mask"))
+    return output, functools.partial(token_loss, batch.get("loss_mask"))  # type: ignore[arg-type]
 
 
 def _add_args(parser: ArgumentParser) -> ArgumentParser:

@@ -102,9 +102,7 @@ def prepare_qkv(
     """
     batch, length, _ = qkv.shape
     qk_channels = num_key_heads * key_head_dim
-    q, k, v = torch.split(
-        qkv, [qk_channels, qk_channels, num_value_heads * value_head_dim], dim=-1
-    )
+    q, k, v = torch.split(qkv, [qk_channels, qk_channels, num_value_heads * value_head_dim], dim=-1)
     q = q.reshape(batch, length, num_key_heads, key_head_dim)
     k = k.reshape(batch, length, num_key_heads, key_head_dim)
     v = v.reshape(batch, length, num_value_heads, value_head_dim)

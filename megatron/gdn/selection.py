@@ -36,7 +36,9 @@ def fusion_requests(config: Any, registry: Registry) -> list[Request]:
         if (option := fusion.declaration.option) is not None and getattr(config, option, False)
     ]
     requests += [
-        Request(registry.fusion(name, "gdn_fusions").declaration.stage, (name,), None, "gdn_fusions")
+        Request(
+            registry.fusion(name, "gdn_fusions").declaration.stage, (name,), None, "gdn_fusions"
+        )
         for name in getattr(config, "gdn_fusions", ())
     ]
     return requests

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
 from megatron.gdn.layer import GatedDeltaNet
 from megatron.gdn.variant import gdn_layer_numbers
 

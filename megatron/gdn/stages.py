@@ -108,9 +108,7 @@ GATED_DELTA_RULE = StageContract(
         StageInput("beta", "tensor", ("batch", "sequence_length", "value_heads")),
         _CU_SEQLENS,
     ),
-    outputs=(
-        StageOutput("x", ("batch", "sequence_length", "value_heads", "value_head_dim")),
-    ),
+    outputs=(StageOutput("x", ("batch", "sequence_length", "value_heads", "value_head_dim")),),
     unfused="megatron.gdn.unfused:gated_delta_rule",
     reference="megatron.gdn.reference:gated_delta_rule",
 )

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import causal_conv1d as fla_causal_conv1d
 from torch import Tensor
 
-from megatron.core.ssm.gated_delta_net import causal_conv1d as fla_causal_conv1d
 from megatron.gdn import reference
 from megatron.gdn.megatron_core_0_19 import CoreGatedDeltaNet, eager_without_cuda
 
@@ -62,7 +62,11 @@ def pre_gated_delta_rule(
 
 
 def causal_conv1d(
-    layer: Any, qkv: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, cu_seqlens: Tensor | None
+    layer: Any,
+    qkv: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """FLA's convolution; in deterministic mode torch's own."""
     if layer.config.deterministic_mode:

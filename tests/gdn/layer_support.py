@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
+
 from megatron.gdn import GatedDeltaNet, TransformerConfig, get_gated_delta_net_module_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.megatron_core_0_19 import printable_help, rewritten_command_line
-from megatron.training.arguments import add_megatron_arguments
 
 FLAG = "--experimental-attention-variant"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 
 from fusion_registry import FusionConfigError
-from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 from megatron.gdn import TransformerConfig
 from megatron.gdn.stages import OPTIONS
 from tests.gdn.layer_support import make_config

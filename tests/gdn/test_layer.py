@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from fusion_registry import FusionUnsupportedError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
 from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from fusion_registry import FusionUnsupportedError
 from megatron.gdn import fusion_report, get_gated_delta_net_module_spec, reference
 from megatron.gdn.megatron_core_0_19 import eager_without_cuda, parameters_on_cpu_without_cuda
 from tests.gdn.layer_support import DEVICE, make_config, make_input, make_layer
@@ -169,8 +169,9 @@ def test_another_tensor_cannot_be_recomputed() -> None:
 
 
 def test_evaluation_with_recomputation_configured() -> None:
-    plain, recomputing = make_layer(make_config(**FUSED)), make_layer(
-        make_config(**FUSED, **RECOMPUTE)
+    plain, recomputing = (
+        make_layer(make_config(**FUSED)),
+        make_layer(make_config(**FUSED, **RECOMPUTE)),
     )
     x = make_input(make_config())
     with torch.no_grad():

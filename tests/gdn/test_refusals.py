@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ OPTION = "gdn_gated_output_norm_fusion"
 FUSED = {OPTION: True}
 
 
-def expect(found: pytest.ExceptionInfo[ValueError], rule: str, value: str) -> None:
-    """The text names the option, the rule and the value, and how to go on."""
+def expect(found: pytest.ExceptionInfo[FusionUnsupportedError], rule: str, value: str) -> None:
+    """A ValueError whose text names the option, the rule and the value, and how to go on."""
+    assert isinstance(found.value, ValueError)
     text = str(found.value)
     assert re.search(rf"{OPTION} requires {re.escape(rule)}, got {re.escape(value)}", text), text
     assert "disable the option to run unfused" in text
@@ -30,7 +32,7 @@ def expect(found: pytest.ExceptionInfo[ValueError], rule: str, value: str) -> No
 
 
 def test_deterministic_mode_when_the_config_is_built() -> None:
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         make_config(**FUSED, deterministic_mode=True)
     expect(found, "deterministic_mode=False", "True")
 
@@ -47,19 +49,19 @@ def test_deterministic_mode_when_the_config_is_built() -> None:
     ids=["none", "dsa"],
 )
 def test_variant_not_gdn(changes: dict[str, Any], value: str) -> None:
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         make_config(**FUSED, **changes)
     expect(found, "experimental_attention_variant to be gdn, or a hybrid model", value)
 
 
 def test_gelu_when_the_layer_is_built() -> None:
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         make_layer(make_config(**FUSED, activation_func=F.gelu))
     expect(found, "activation to be silu or swish", "'gelu'")
 
 
 def test_layer_norm_when_the_layer_is_built() -> None:
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         make_layer(make_config(**FUSED, normalization="LayerNorm"))
     expect(found, "the output normalization module to be RMSNorm", "LayerNorm")
 
@@ -131,7 +133,7 @@ def test_changes_after_construction(change: Change, rule: str, value: str) -> No
     layer, x = make_layer(config), make_input(config)
     layer(x, None)
     change(layer)
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         layer(x, None)
     expect(found, rule, value)
     assert ", layer 1)" in str(found.value)
@@ -140,7 +142,7 @@ def test_changes_after_construction(change: Change, rule: str, value: str) -> No
 def test_float32_recurrence_output() -> None:
     config = make_config(**FUSED, params_dtype=torch.float32)
     layer = make_layer(config)
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         layer(make_input(config), None)
     expect(found, "x in bfloat16 or float16", "float32")
 
@@ -148,7 +150,7 @@ def test_float32_recurrence_output() -> None:
 def test_head_dim_96() -> None:
     config = make_config(**FUSED, linear_value_head_dim=96)
     layer = make_layer(config)
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         layer(make_input(config), None)
     expect(found, "a power-of-two head dimension", "96")
 
@@ -156,7 +158,7 @@ def test_head_dim_96() -> None:
 def test_empty_batch() -> None:
     config = make_config(**FUSED)
     layer = make_layer(config)
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(FusionUnsupportedError) as found:
         layer._apply_gated_norm(*(torch.empty(0, 3, 4, 16).half().to(DEVICE) for _ in range(2)))
     expect(found, "x to be nonempty", "shape [0, 3, 4, 16]")
 
@@ -252,31 +254,29 @@ def test_calls(case: str, through: str) -> None:
     changes, rule, value = CALLS[case]
     inputs = norm_inputs(**changes)
     layer = make_layer(make_config(**FUSED))
+    call = fused_gated_output_norm
+    if through == "layer":
+        call = partial(layer.run_stage, "gated_output_norm")
     with pytest.raises(FusionUnsupportedError) as found:
-        if through == "layer":
-            layer.run_stage("gated_output_norm", **inputs)
-        else:
-            fused_gated_output_norm(**inputs)
+        call(**inputs)
     expect(found, rule, value)
     assert found.value.fusion == "gated_output_norm"
     assert found.value.layer == (1 if through == "layer" else None)
 
 
 @pytest.mark.parametrize("through", ["layer", "direct"])
-def test_cpu_tensors_without_the_interpreter(
-    through: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_tensors_without_the_interpreter(through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(make_config(**FUSED))
     monkeypatch.setattr(preconditions, "triton_interpreter_is_on", lambda: False)
     inputs = {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in norm_inputs().items()
     }
-    with pytest.raises(ValueError) as found:
-        if through == "layer":
-            layer.run_stage("gated_output_norm", **inputs)
-        else:
-            fused_gated_output_norm(**inputs)
+    call = fused_gated_output_norm
+    if through == "layer":
+        call = partial(layer.run_stage, "gated_output_norm")
+    with pytest.raises(FusionUnsupportedError) as found:
+        call(**inputs)
     expect(
         found,
         "x, gate and weight on CUDA (or CPU tensors under Triton's interpreter)",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
@@ -18,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
 from megatron.gdn import GatedDeltaNet, get_gated_delta_net_module_spec, get_gdn_block_spec, specs
 from megatron.gdn.variant import gdn_layer_numbers
 from tests.gdn.layer_support import make_config
@@ -43,7 +43,9 @@ def test_local_block(frequency: Any, numbers: tuple[int, ...]) -> None:
     assert config.experimental_attention_variant == "gated_delta_net"
 
 
-@pytest.mark.parametrize(("rank", "modules"), [(0, [GatedDeltaNet] * 2), (1, [GatedDeltaNet, SelfAttention])])
+@pytest.mark.parametrize(
+    ("rank", "modules"), [(0, [GatedDeltaNet] * 2), (1, [GatedDeltaNet, SelfAttention])]
+)
 def test_pipeline_stage_builds_its_layers(rank: int, modules: list[type]) -> None:
     config = make_config(pipeline_model_parallel_size=2, pipeline_dtype=make_config().params_dtype)
     assert attention_modules(get_gdn_block_spec(config, pp_rank=rank)) == modules
@@ -73,7 +75,7 @@ def test_a_backend_with_a_fused_norm_linear() -> None:
 
 
 def test_transformer_engine_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core builds it; our layer takes the place of its GDN layer and nothing else moves."""
+    """megatron-core builds it; our layer replaces its GDN layer and nothing else moves."""
     attention = ModuleSpec(
         module=CoreGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=object, out_norm=object, out_proj=object),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
 from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
 from megatron.gdn import TransformerConfig, fusion_report, get_gated_delta_net_module_spec
 from tests.gdn.layer_support import make_config, make_input, make_layer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ class _LayerWithOneStage(_NormAndActivation):
     """The layer's own way to its output norm, without the rest of the layer."""
 
     run_stage = GatedDeltaNet.run_stage
-    apply_gated_norm = GatedDeltaNet._apply_gated_norm
+    apply_gated_norm: Any = GatedDeltaNet._apply_gated_norm
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__(weight)
