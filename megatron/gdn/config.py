@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 
@@ -39,9 +40,10 @@ class TransformerConfig(CoreTransformerConfig):
     """A YAML file that registers fusions and selects them, per stage and per layer."""
 
     def __post_init__(self) -> None:
-        settings = vars(self)
-        variant = settings["experimental_attention_variant"]
-        settings["experimental_attention_variant"] = to_megatron_core_variant(variant)
+        given: Any = self
+        given.experimental_attention_variant = to_megatron_core_variant(
+            given.experimental_attention_variant
+        )
         self._check_fusion_fields()
         super().__post_init__()
         check_fusions(self)

@@ -620,9 +620,10 @@ TARGET = HeadSizes(16, 32, 128, 128)
 def test_launch_at_the_shape_of_a_large_model() -> None:
     forward = fusion.forward_config(TARGET, 4, 4, 4096)
     backward = fusion.backward_config(TARGET, 4, 4, 4096, 2, False)
-    assert (forward.key_rows, forward.value_rows, forward.num_warps) == (8, 8, 4)
+    assert (forward.key_rows, forward.value_rows, forward.num_warps) == (4, 4, 4)
     assert (backward.key_rows, backward.value_rows, backward.num_warps) == (4, 4, 4)
-    assert backward.unroll == 4
+    assert (forward.unroll, forward.chunk) == (8, 32)
+    assert (backward.unroll, backward.chunk) == (4, 128)
 
 
 @pytest.mark.parametrize(
