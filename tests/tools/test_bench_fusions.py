@@ -91,7 +91,7 @@ def test_no_figure_without_parity(name: str, says: str, capsys: pytest.CaptureFi
     measurement = measured(name)
     assert not measurement.parity
     assert measurement.forward_ms is measurement.host_forward_ms is None
-    bench_fusions.print_tables({"gpu": "none"}, 4e9, [measured("right"), measurement])
+    bench_fusions.print_table([measured("right"), measurement])
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.startswith(f"│ {name}"))
     assert says in row

@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--stage", action="append", choices=STAGES_WITH_CASES, help="only this stage; repeatable"
     )
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls of each median")
+    parser.add_argument("--ours-only", action="store_true", help="leave out the peers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -148,11 +149,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     timer = DeviceTimer(repetitions=arguments.repetitions)
     bandwidth = timer.copy_bytes_per_second()
-    measurements = [
-        measure(case, implementation, timer, bandwidth)
-        for case in bench_cases(tuple(arguments.stage or STAGES_WITH_CASES))
-        for implementation in case.implementations
-    ]
+    if not arguments.json:
+        print(", ".join(f"{key} {value}" for key, value in machine().items()))
+        print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, read plus written", flush=True)
+    measurements = []
+    for case in bench_cases(tuple(arguments.stage or STAGES_WITH_CASES)):
+        rows = [
+            measure(case, implementation, timer, bandwidth)
+            for implementation in case.implementations
+            if implementation.is_ours or not arguments.ours_only
+        ]
+        measurements += rows
+        if not arguments.json:
+            print_table(rows)
     if arguments.json:
         document = {
             "machine": machine(),
@@ -160,42 +169,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             "measurements": [dataclasses.asdict(m) for m in measurements],
         }
         print(json.dumps(document, indent=2))
-    else:
-        print_tables(machine(), bandwidth, measurements)
     return int(any(m.is_ours and not m.parity for m in measurements))
 
 
-def print_tables(
-    machine_line: dict[str, str], bandwidth: float, measurements: Sequence[Measurement]
-) -> None:
-    """One table per case, under the machine line."""
+def print_table(rows: Sequence[Measurement]) -> None:
+    """Print the measurements of one case, at once: a case takes up to a minute."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(", ".join(f"{key} {value}" for key, value in machine_line.items()))
-    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, read plus written")
-    cases = dict.fromkeys((m.stage, m.label) for m in measurements)
-    for stage, label in cases:
-        rows = [m for m in measurements if (m.stage, m.label) == (stage, label)]
-        table = Table(title=f"{stage}: {label}", title_justify="left")
-        table.add_column("implementation")
-        table.add_column("parity (largest error)")
-        for heading in ("forward ms", "x floor", "forward+backward ms", "x floor", "host us"):
-            table.add_column(heading, justify="right")
-        floor = rows[0]
-        table.add_row(
-            "floor",
-            "",
-            f"{floor.forward_floor_ms:.3f}",
-            "1.00",
-            f"{floor.forward_backward_floor_ms:.3f}",
-            "1.00",
-            "",
-        )
-        for row in rows:
-            table.add_row(row.implementation, _parity_text(row), *_time_texts(row))
-        console.print(table)
+    floor = rows[0]
+    table = Table(title=f"{floor.stage}: {floor.label}", title_justify="left")
+    table.add_column("implementation")
+    table.add_column("parity (largest error)")
+    for heading in ("forward ms", "x floor", "forward+backward ms", "x floor", "host us"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        "floor",
+        "",
+        f"{floor.forward_floor_ms:.3f}",
+        "1.00",
+        f"{floor.forward_backward_floor_ms:.3f}",
+        "1.00",
+        "",
+    )
+    for row in rows:
+        table.add_row(row.implementation, _parity_text(row), *_time_texts(row))
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    sys.stdout.flush()
 
 
 def _parity_text(row: Measurement) -> str:
