@@ -291,14 +291,15 @@ def forward_step(
     return output, functools.partial(token_loss, batch.get("loss_mask"))  # type: ignore[arg-type]
 
 
-def _add_args(parser: ArgumentParser) -> ArgumentParser:
+def add_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags to megatron-core's parser, and repair its `--help`."""
     printable_help(parser)
     return add_gdn_fusion_args(parser)
 
 
 def main() -> None:
     """Parse megatron-core's flags and ours, and train."""
-    args = parse_and_validate_args(extra_args_provider=_add_args)
+    args = parse_and_validate_args(extra_args_provider=add_args)
     model_config = model_config_from_args(args)
     report = FirstStepReport()
     variant = ("--experimental-attention-variant", VARIANT, MEGATRON_CORE_VARIANT)
