@@ -82,27 +82,54 @@ class LayerSet(BaseModel):
 class FusionDeclaration(BaseModel):
     """One fusion: an implementation of one stage, and when it may run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: FusionName
+    """What selections, reports and messages call it; no other fusion may have this name."""
+
     stage: Name
+    """The stage that it implements."""
+
     implementation: ImportPath
+    """`package.module:callable`. It takes the inputs of the stage by keyword and returns its
+    outputs in order; it is imported when it is selected."""
+
     determinism: Determinism
+    """Whether two runs on equal inputs give equal bits."""
+
     preconditions: tuple[AnyPrecondition, ...]
+    """Rules that a call must meet; all are judged on every call. Write [] if there are none."""
+
     description: str = ""
+    """One line for tables."""
+
     option: Name | None = None
+    """The boolean option of the configuration that selects it; without one, by name only."""
+
     packages: Mapping[PackageName, VersionRange] = Field(default_factory=dict)
+    """Distributions that it needs, with version ranges such as ">=3.4,<4"."""
+
     source: str = ""
+    """Where the code or the formula comes from."""
 
 
 class StageSelection(BaseModel):
     """Which fusions serve a stage, best first, or `off`; for all layers or for some."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
     stage: Name
+    """The stage to serve."""
+
     fusions: tuple[FusionName, ...] | Literal["off"]
+    """Names of fusions, best first: the first one whose preconditions hold runs, and when none
+    holds the call raises. `off` means unfused."""
+
     layers: LayerSet | None = None
+    """Layer numbers, from 1: a number, a text such as "1-4,7", or a list of those. Without them
+    the entry means every layer, and an entry that names layers beats it."""
 
     @field_validator("fusions", mode="before")
     @classmethod
@@ -130,7 +157,10 @@ class StageSelection(BaseModel):
 class FusionFile(BaseModel):
     """A declaration file: fusions to register, stages to select them for, or both."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     fusions: tuple[FusionDeclaration, ...] = ()
+    """Fusions to register."""
+
     select: tuple[StageSelection, ...] = ()
+    """What a run uses: fusions for stages, in all layers or in some."""

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from fusion_registry import FusionConfigError, Machine, Registry, load_registry, unavailable
 from fusion_registry.contracts import StageContract
-from fusion_registry.registry import RegisteredFusion
+from fusion_registry.json_schema import declaration_file_schema
+from fusion_registry.registry import RegisteredFusion, default_catalogue
 
 
 def enabled_by(fusion: RegisteredFusion) -> str:
@@ -199,7 +200,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="leave out whether the fusions can run on this machine",
     )
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print the JSON Schema of declaration files, for editors, and nothing else",
+    )
     args = parser.parse_args(argv)
+    if args.schema:
+        print(json.dumps(declaration_file_schema(default_catalogue()), indent=2))
+        return 0
     try:
         registry = load_registry(args.config)
         machine = None if args.declared_only else Machine.here()
