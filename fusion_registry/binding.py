@@ -36,12 +36,21 @@ logger = logging.getLogger("fusion_registry")
 class CompiledRules:
     """The preconditions of one fusion as closures, in order of declaration.
 
+    Args:
+        fusion, contract: whose rules, for calls of which stage.
+        phases: only rules of these phases.
+        machine: judge calls planned for this machine; None for calls that really run here.
+
     Raises:
         FusionConfigError: a predicate that a rule names cannot be imported.
     """
 
     def __init__(
-        self, fusion: RegisteredFusion, contract: StageContract, phases: Sequence[Phase]
+        self,
+        fusion: RegisteredFusion,
+        contract: StageContract,
+        phases: Sequence[Phase],
+        machine: Machine | None = None,
     ) -> None:
         self.rules: tuple[Precondition, ...] = tuple(
             rule for rule in fusion.declaration.preconditions if rule.phase in phases
@@ -49,7 +58,11 @@ class CompiledRules:
         judges: list[Judge] = []
         for rule in self.rules:
             try:
-                judges.append(rule.compile(contract))
+                judges.append(
+                    rule.compile(contract)
+                    if machine is None
+                    else rule.compile_for(contract, machine)
+                )
             except Exception as error:  # a predicate's module may raise anything
                 raise _wrong(
                     fusion,
@@ -250,11 +263,7 @@ def unavailable(
     On this very machine, when nothing else is amiss, the implementation is imported as well, since
     a package can be installed and broken.
     """
-    problems = [
-        f"needs {package} {versions}, got {found}"
-        for package, versions in fusion.declaration.packages.items()
-        if (found := version_problem(package, versions, machine)) is not None
-    ]
+    problems = [f"needs {reason}" for reason in package_problems(fusion, machine)]
     problems += [
         found
         for rule in fusion.declaration.preconditions
@@ -268,6 +277,15 @@ def unavailable(
             yield error.problems[0].text
 
 
+def package_problems(fusion: RegisteredFusion, machine: Machine) -> tuple[Reason, ...]:
+    """Packages that the fusion declares and `machine` lacks, each with what it has instead."""
+    return tuple(
+        Reason(f"package:{package}", f"{package} {versions}, got {found}")
+        for package, versions in fusion.declaration.packages.items()
+        if (found := version_problem(package, versions, machine)) is not None
+    )
+
+
 def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Callable[..., Any]:
     """Import the implementation of a fusion and check its signature against its stage.
 
@@ -276,11 +294,8 @@ def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Ca
             callable does not accept the stage's inputs by keyword.
     """
     declaration = fusion.declaration
-    here = Machine("this machine", "cpu")
-    for package, versions in declaration.packages.items():
-        found = version_problem(package, versions, here)
-        if found is not None:
-            raise _wrong(fusion, f"needs {package} {versions}, got {found}")
+    for reason in package_problems(fusion, Machine("this machine", "cpu")):
+        raise _wrong(fusion, f"needs {reason}")
     try:
         implementation: Callable[..., Any] = import_object(declaration.implementation)
     except Exception as error:  # a module may raise anything while it is imported

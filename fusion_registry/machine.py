@@ -59,6 +59,20 @@ class Machine:
         return cls("this machine, without a GPU", "cpu", None, triton_interpreter_is_on())
 
 
+HOPPER = Machine("a Hopper GPU", "cuda", (9, 0))
+AMPERE = Machine("an Ampere GPU", "cuda", (8, 0))
+CPU = Machine("a CPU without Triton's interpreter", "cpu")
+INTERPRETER = Machine("a CPU under Triton's interpreter", "cpu", None, True)
+
+FIXTURE_MACHINES: Mapping[str, Machine] = {
+    "hopper": HOPPER,
+    "ampere": AMPERE,
+    "cpu": CPU,
+    "interpreter": INTERPRETER,
+}
+"""Machines to plan for without having them, with the packages of this Python installation."""
+
+
 def triton_interpreter_is_on() -> bool:
     """Whether Triton runs its kernels in the interpreter (`TRITON_INTERPRET=1`)."""
     runtime = _triton_runtime_knobs()

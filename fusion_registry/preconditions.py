@@ -97,6 +97,15 @@ class Precondition(BaseModel):
         """The closure that judges a call of the stage `contract`."""
         raise NotImplementedError
 
+    def compile_for(self, contract: StageContract, machine: Machine) -> Judge:
+        """The closure of `compile`, to judge calls planned for `machine`.
+
+        What a judge would ask this machine (Triton's interpreter, compute capability, packages),
+        it asks `machine` instead. Kinds that ask nothing are the same either way.
+        """
+        del machine
+        return self.compile(contract)
+
     def subjects(self) -> tuple[str, ...]:
         """Everything that the rule reads: input names, dimension paths, attribute paths."""
         raise NotImplementedError
@@ -287,6 +296,12 @@ class DeviceType(Precondition):
         return self.tensors
 
     def compile(self, contract: StageContract) -> Judge:
+        return self._judge(None)
+
+    def compile_for(self, contract: StageContract, machine: Machine) -> Judge:
+        return self._judge(machine)
+
+    def _judge(self, machine: Machine | None) -> Judge:
         names, types, interpreter = self.tensors, frozenset(self.types), self.interpreter
         # Asking a device for its type costs more than looking the device up.
         accepted: set[Any] = set()
@@ -306,7 +321,9 @@ class DeviceType(Precondition):
                 if interpreter and device.type == "cpu":
                     # Asked anew on every call, for it can be switched, but once a call.
                     if stand_in is None:
-                        stand_in = triton_interpreter_is_on()
+                        stand_in = (
+                            triton_interpreter_is_on() if machine is None else machine.interpreter
+                        )
                     if stand_in:
                         continue
                 return f"{name} on {device}"
@@ -680,6 +697,12 @@ class DeviceCapability(Precondition):
         return (self.tensor,)
 
     def compile(self, contract: StageContract) -> Judge:
+        return self._judge(None)
+
+    def compile_for(self, contract: StageContract, machine: Machine) -> Judge:
+        return self._judge(machine)
+
+    def _judge(self, machine: Machine | None) -> Judge:
         name, wanted = self.tensor, self._wanted()
         # A device keeps its capability, so one question per device is enough.
         known: dict[Any, tuple[int, int]] = {}
@@ -690,9 +713,12 @@ class DeviceCapability(Precondition):
                 return None
             device = tensor.device
             if device not in known:
-                import torch
+                if machine is None:
+                    import torch
 
-                known[device] = torch.cuda.get_device_capability(device)
+                    known[device] = torch.cuda.get_device_capability(device)
+                else:
+                    known[device] = machine.capability or (0, 0)
             got = known[device]
             return None if got >= wanted else f"{got[0]}.{got[1]} on {device}"
 
@@ -725,8 +751,11 @@ class PackageVersion(Precondition):
         return f"{self.kind}:{self.package}"
 
     def compile(self, contract: StageContract) -> Judge:
+        return self.compile_for(contract, Machine("this machine", "cpu"))
+
+    def compile_for(self, contract: StageContract, machine: Machine) -> Judge:
         # What is installed does not change under a running process.
-        verdict = version_problem(self.package, self.versions, Machine("this machine", "cpu"))
+        verdict = version_problem(self.package, self.versions, machine)
         return lambda inputs, layer: verdict
 
     def machine_problem(self, machine: Machine) -> str | None:

@@ -181,10 +181,7 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         nvtx_range_pop("in_proj")
         qkvzba, token_order = self._gather_sequence(qkvzba, cu_seqlens, length)
 
-        q, k, v, gate, beta, g = self.run_stage(
-            "pre_gated_delta_rule", qkvzba=qkvzba, **self._pre_parameters(), cu_seqlens=cu_seqlens
-        )
-        x = self.run_stage("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+        x, gate = self._run_stages_to_recurrence(qkvzba, cu_seqlens)
 
         norm_and_scatter = partial(
             self._gated_norm_and_a2a,
@@ -227,6 +224,16 @@ class GatedDeltaNet(CoreGatedDeltaNet):
             delattr(norm_out, _CHECKPOINT)
             checkpoint.discard_output_and_register_recompute(out)
         return out, bias
+
+    def _run_stages_to_recurrence(
+        self, qkvzba: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence's output and the gate, both `[b, s, Hv, Dv]`, from the projection."""
+        q, k, v, gate, beta, g = self.run_stage(
+            "pre_gated_delta_rule", qkvzba=qkvzba, **self._pre_parameters(), cu_seqlens=cu_seqlens
+        )
+        x = self.run_stage("gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+        return x, gate
 
     def _packed_lengths(
         self, packed_seq_params: PackedSeqParams, batch: int, length: int
