@@ -134,7 +134,7 @@ def datasets_provider(
         create_attention_mask=args.create_attention_mask_in_dataloader,
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
-        inter_document_masking=_packed(args),
+        inter_document_masking=packs_documents(args),
     )
 
     def built_here() -> bool:
@@ -151,7 +151,7 @@ def datasets_provider(
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # megatron-core reads it
 
 
-def _packed(args: Namespace) -> bool:
+def packs_documents(args: Namespace) -> bool:
     """Whether samples are documents packed in a row, none of which sees another."""
     return bool(args.dataloader_inter_document_masking)
 
@@ -159,7 +159,7 @@ def _packed(args: Namespace) -> bool:
 def _reads_batches(vp_stage: int | None) -> bool:
     """Whether this pipeline stage needs tokens, labels or document lengths."""
     return (
-        _packed(get_args())
+        packs_documents(get_args())
         or parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     )
@@ -183,7 +183,7 @@ def next_batch(
             batch[name] = value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=_packed(args),
+        has_cu_seqlens=packs_documents(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
