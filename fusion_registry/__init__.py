@@ -6,7 +6,13 @@ holds them, a `Selection` says what the user enabled, a `Binding` is what one la
 this package imports neither torch nor triton.
 """
 
-from fusion_registry.binding import Binding, check_config, checked_by_declaration, unavailable
+from fusion_registry.binding import (
+    Binding,
+    ProfilerRange,
+    check_config,
+    checked_by_declaration,
+    unavailable,
+)
 from fusion_registry.contracts import StageContract, StageInput, StageOutput
 from fusion_registry.errors import FusionConfigError, FusionUnsupportedError, Reason
 from fusion_registry.machine import Machine
@@ -21,6 +27,7 @@ __all__ = [
     "FusionReport",
     "FusionUnsupportedError",
     "Machine",
+    "ProfilerRange",
     "Reason",
     "Registry",
     "Request",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,15 +88,36 @@ EARLY_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
 }
 
 
-class BoundFusion:
-    """One candidate of a stage: the imported implementation and its rules."""
+@dataclass(frozen=True)
+class ProfilerRange:
+    """How a profiler is told that a stage begins and ends, each time by one name.
 
-    def __init__(self, fusion: RegisteredFusion, contract: StageContract) -> None:
+    The name is `stage:fusion` when a fusion runs and `stage` when the unfused code does. A refused
+    call opens no range.
+    """
+
+    enter: Callable[[str], object]
+    leave: Callable[[str], object]
+
+
+class BoundFusion:
+    """One candidate of a stage: the imported implementation and its rules.
+
+    Args:
+        fusion: the declaration; contract: of its stage.
+        log_level: at which its first run is logged.
+    """
+
+    def __init__(
+        self, fusion: RegisteredFusion, contract: StageContract, log_level: int = logging.INFO
+    ) -> None:
         declaration = fusion.declaration
         self.name = declaration.name
         self.option = declaration.option
         self.determinism = declaration.determinism
         self.contract = contract
+        self.log_level = log_level
+        self.range_name = f"{contract.name}:{declaration.name}"
         implementation = load_implementation(fusion, contract)
         self.call = _without_second_judgement(implementation, fusion)
         self.rules = CompiledRules(fusion, contract, ALL_PHASES)
@@ -116,6 +138,7 @@ class BoundStage:
         "contract",
         "layer_number",
         "origin",
+        "profiler",
         "refused_calls",
         "unfused",
         "unfused_calls",
@@ -127,11 +150,13 @@ class BoundStage:
         candidates: tuple[BoundFusion, ...],
         origin: str,
         layer_number: int | None,
+        profiler: ProfilerRange | None = None,
     ) -> None:
         self.contract = contract
         self.candidates = candidates
         self.origin = origin
         self.layer_number = layer_number
+        self.profiler = profiler
         self.unfused = import_object(contract.unfused)
         self.unfused_calls = 0
         self.refused_calls = 0
@@ -148,24 +173,37 @@ class BoundStage:
                     break
             else:
                 if not fusion.calls:
-                    logger.info(
+                    logger.log(
+                        fusion.log_level,
                         "layer %s: stage %s runs fusion %s",
                         self.layer_number,
                         self.contract.name,
                         fusion.name,
                     )
                 fusion.calls += 1
-                return fusion.call(**inputs)
+                if self.profiler is None:
+                    return fusion.call(**inputs)
+                self.profiler.enter(fusion.range_name)
+                try:
+                    return fusion.call(**inputs)
+                finally:
+                    self.profiler.leave(fusion.range_name)
         if self.candidates:
             self.refused_calls += 1
             raise self.refusal(
                 [fusion.refusal(fusion.rules.reasons(inputs, layer)) for fusion in self.candidates]
             )
         self.unfused_calls += 1
-        return self.unfused(layer, **inputs)
+        if self.profiler is None:
+            return self.unfused(layer, **inputs)
+        self.profiler.enter(self.contract.name)
+        try:
+            return self.unfused(layer, **inputs)
+        finally:
+            self.profiler.leave(self.contract.name)
 
     def check_early(self, phase: Phase, layer: Any) -> None:
-        """Judge what is known before any call.
+        """Judge what is known before any call. No call is refused by it, so none is counted.
 
         Args:
             phase: `config` or `layer`.
@@ -181,7 +219,6 @@ class BoundStage:
                 return
             refusals.append(fusion.refusal(reasons))
         if refusals:
-            self.refused_calls += 1
             raise self.refusal(refusals)
 
     def refusal(self, refusals: list[CandidateRefusal]) -> FusionUnsupportedError:
@@ -197,6 +234,10 @@ class Binding:
         registry: where contracts and fusions stand.
         claims: what was decided, by stage (see `Selection.for_layer`).
         layer_number: for messages and reports.
+        announces: names of the fusions whose first run here is logged at INFO, all when None;
+            that of others is logged at DEBUG. With one layer of a model announcing each fusion,
+            a log has one line a fusion and no state is shared between bindings.
+        profiler: told about every stage that runs.
 
     Raises:
         FusionConfigError: an implementation or a package that it needs is absent or broken, or
@@ -204,7 +245,12 @@ class Binding:
     """
 
     def __init__(
-        self, registry: Registry, claims: Mapping[str, Claim], layer_number: int | None = None
+        self,
+        registry: Registry,
+        claims: Mapping[str, Claim],
+        layer_number: int | None = None,
+        announces: Collection[str] | None = None,
+        profiler: ProfilerRange | None = None,
     ) -> None:
         self.layer_number = layer_number
         self.stages: dict[str, BoundStage] = {}
@@ -213,11 +259,15 @@ class Binding:
             candidates: tuple[BoundFusion, ...] = ()
             if claim is not None:
                 candidates = tuple(
-                    BoundFusion(registry.fusion(fusion, claim.origin), contract)
+                    BoundFusion(
+                        registry.fusion(fusion, claim.origin),
+                        contract,
+                        logging.INFO if announces is None or fusion in announces else logging.DEBUG,
+                    )
                     for fusion in claim.candidates
                 )
             self.stages[name] = BoundStage(
-                contract, candidates, claim.origin if claim else "", layer_number
+                contract, candidates, claim.origin if claim else "", layer_number, profiler
             )
 
     def run(self, stage: str, layer: Any, inputs: Inputs) -> Any:

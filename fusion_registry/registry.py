@@ -122,34 +122,58 @@ class Registry:
         return self.stages[name]
 
     def fusion(self, name: str, origin: str = "") -> RegisteredFusion:
-        """The fusion called `name`.
+        """The registered fusion called `name`.
 
         Raises:
-            FusionConfigError: no such fusion, or a broken plug-in declares it; the message lists
-                what exists and names the broken plug-ins.
+            FusionConfigError: no such fusion, or only a broken plug-in declares it; the message
+                lists what exists and names the broken plug-ins.
         """
+        if name in self.fusions:
+            return self.fusions[name]
         for plugin in self.broken_plugins:
             if name in plugin.fusions:
                 raise FusionConfigError(
+                    ConfigProblem(f"fusion {name!r} is declared by {_failed(plugin)}", origin)
+                )
+        text = unknown("fusion", name, self.fusions)
+        for plugin in self.broken_plugins:
+            text += (
+                f"\n  plug-in {plugin.name!r} ({plugin.origin}) failed to load and may have "
+                f"declared it: {plugin.error}"
+            )
+        raise FusionConfigError(ConfigProblem(text, origin))
+
+    def uncontested_fusion(self, name: str, origin: str = "") -> RegisteredFusion:
+        """The registered fusion called `name`, if nobody else claims that name.
+
+        For a user who says the name: a plug-in that declares it too may be what was meant. An
+        option means the one declaration that is bound to it, and `fusion` will do.
+
+        Raises:
+            FusionConfigError: as `fusion`, or a broken plug-in declares `name` as well; the message
+                names both.
+        """
+        registered = self.fusion(name, origin)
+        for plugin in self.broken_plugins:
+            if name in plugin.fusions:
+                option = registered.declaration.option
+                by_option = "" if option is None else f", or enable the former by {option}"
+                raise FusionConfigError(
                     ConfigProblem(
-                        f"fusion {name!r} is declared by the plug-in {plugin.name!r} "
-                        f"({plugin.origin}), which failed to load: {plugin.error}",
+                        f"fusion {name!r} is declared in {registered.origin} and by "
+                        f"{_failed(plugin)}; remove the plug-in{by_option}",
                         origin,
                     )
                 )
-        if name not in self.fusions:
-            text = unknown("fusion", name, self.fusions)
-            for plugin in self.broken_plugins:
-                text += (
-                    f"\n  plug-in {plugin.name!r} ({plugin.origin}) failed to load and may have "
-                    f"declared it: {plugin.error}"
-                )
-            raise FusionConfigError(ConfigProblem(text, origin))
-        return self.fusions[name]
+        return registered
 
     def fusions_of(self, stage: str) -> tuple[RegisteredFusion, ...]:
         """Fusions registered for `stage`, in order of registration."""
         return tuple(item for item in self.fusions.values() if item.declaration.stage == stage)
+
+
+def _failed(plugin: BrokenPlugin) -> str:
+    return f"the plug-in {plugin.name!r} ({plugin.origin}), which failed to load: {plugin.error}"
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,8 @@ class StageCount:
         stage: stage name.
         fused: calls by fusion name; a bound fusion that never ran stands there with 0.
         unfused: calls of the unfused code.
-        refused: calls (or early judgements) that ended in FusionUnsupportedError.
+        refused: calls that ended in FusionUnsupportedError. A layer that is refused when it is
+            built makes no call and stands in no report.
     """
 
     layer: int | None
@@ -35,6 +36,28 @@ class StageCount:
 
 
 @dataclass(frozen=True)
+class StageTotal:
+    """The counts of one stage over all layers of a report; prints like `24/24 layers`.
+
+    Args:
+        stage: stage name.
+        layers: layers that have the stage.
+        fused_layers: those in which a fusion, and only a fusion, served it.
+        fused: calls by fusion name; unfused, refused: calls.
+    """
+
+    stage: str
+    layers: int
+    fused_layers: int
+    fused: dict[str, int]
+    unfused: int
+    refused: int
+
+    def __str__(self) -> str:
+        return f"{self.fused_layers}/{self.layers} layers"
+
+
+@dataclass(frozen=True)
 class FusionReport:
     """Counts of every stage of every layer of a model; prints as a table."""
 
@@ -42,7 +65,10 @@ class FusionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {"counts": [asdict(count) for count in self.counts]}
+        return {
+            "totals": [{**asdict(total), "summary": str(total)} for total in self.totals],
+            "counts": [asdict(count) for count in self.counts],
+        }
 
     def stage(self, name: str) -> tuple[StageCount, ...]:
         """The counts of one stage, layer by layer."""
@@ -52,23 +78,41 @@ class FusionReport:
         """Layers in which a fusion, and only a fusion, served `stage`."""
         return sum(count.engaged for count in self.stage(stage))
 
+    @property
+    def totals(self) -> tuple[StageTotal, ...]:
+        """One total for each stage, in the order of the layers' stages."""
+        totals = []
+        for name in dict.fromkeys(count.stage for count in self.counts):
+            mine = self.stage(name)
+            fused: dict[str, int] = {}
+            for count in mine:
+                for fusion, calls in count.fused.items():
+                    fused[fusion] = fused.get(fusion, 0) + calls
+            totals.append(
+                StageTotal(
+                    name,
+                    len(mine),
+                    self.fused_layers(name),
+                    fused,
+                    sum(count.unfused for count in mine),
+                    sum(count.refused for count in mine),
+                )
+            )
+        return tuple(totals)
+
     def __str__(self) -> str:
         if not self.counts:
             return "fusion report: no layer with stages in this model"
         rows = [("stage", "fused layers", "fusions (calls)", "unfused", "refused")]
-        for name in dict.fromkeys(count.stage for count in self.counts):
-            mine = self.stage(name)
-            calls: dict[str, int] = {}
-            for count in mine:
-                for fusion, number in count.fused.items():
-                    calls[fusion] = calls.get(fusion, 0) + number
+        for total in self.totals:
+            calls = ", ".join(f"{fusion} ({number})" for fusion, number in total.fused.items())
             rows.append(
                 (
-                    name,
-                    f"{self.fused_layers(name)}/{len(mine)}",
-                    ", ".join(f"{fusion} ({number})" for fusion, number in calls.items()) or "-",
-                    str(sum(count.unfused for count in mine)),
-                    str(sum(count.refused for count in mine)),
+                    total.stage,
+                    f"{total.fused_layers}/{total.layers}",
+                    calls or "-",
+                    str(total.unfused),
+                    str(total.refused),
                 )
             )
         return "fusion report\n" + "\n".join(_align(rows))

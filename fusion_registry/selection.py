@@ -25,12 +25,15 @@ class Request:
         candidates: fusion names, best first; empty means unfused.
         layers: layer numbers from 1, or None for every layer.
         origin: option, flag or file and line, for messages.
+        by_option: an option asked, and so for the very declaration that is bound to it. Otherwise
+            the user said a name, which must not be claimed by a broken plug-in as well.
     """
 
     stage: str
     candidates: tuple[str, ...]
     layers: LayerSet | None
     origin: str
+    by_option: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def select(registry: Registry, requests: Iterable[Request]) -> Selection:
     """Validate requests against the registry, adding those of its config files.
 
     Raises:
-        FusionConfigError: an unknown fusion, or one that belongs to another stage.
+        FusionConfigError: an unknown fusion, one that belongs to another stage, or a name that a
+            broken plug-in claims too.
     """
     everything = list(requests)
     everything += [
@@ -118,8 +122,9 @@ def select(registry: Registry, requests: Iterable[Request]) -> Selection:
     problems = []
     for request in everything:
         registry.stage(request.stage, request.origin)
+        find = registry.fusion if request.by_option else registry.uncontested_fusion
         for name in request.candidates:
-            stage = registry.fusion(name, request.origin).declaration.stage
+            stage = find(name, request.origin).declaration.stage
             if stage != request.stage:
                 problems.append(
                     ConfigProblem(

@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 from megatron.core.utils import deprecate_inference_params, nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
+from fusion_registry import ProfilerRange
 from megatron.gdn.megatron_core_0_19 import (
     CoreGatedDeltaNet,
     head_permutation_for_context_parallel,
@@ -34,6 +35,7 @@ from megatron.gdn.megatron_core_0_19 import (
 from megatron.gdn.selection import bind_layer
 
 _CHECKPOINT = "_gdn_norm_out_checkpoint"
+_NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
 
 
 class GatedDeltaNet(CoreGatedDeltaNet):
@@ -81,7 +83,7 @@ class GatedDeltaNet(CoreGatedDeltaNet):
                 name=name,
                 cp_comm_type=cp_comm_type,
             )
-        self.fusion_binding = bind_layer(config, layer_number)
+        self.fusion_binding = bind_layer(config, layer_number, _NVTX)
         self.fusion_binding.check_layer(self)
 
     def reset_parameters(self) -> None:
@@ -106,14 +108,12 @@ class GatedDeltaNet(CoreGatedDeltaNet):
     def run_stage(self, stage: str, **inputs: Any) -> Any:
         """Run one stage on its named inputs: the bound fusion, or the unfused code.
 
+        With NVTX profiling on, the range is called `stage:fusion` or `stage`.
+
         Raises:
             FusionUnsupportedError: a fusion is bound and cannot serve this call.
         """
-        nvtx_range_push(stage)
-        try:
-            return self.fusion_binding.run(stage, self, inputs)
-        finally:
-            nvtx_range_pop(stage)
+        return self.fusion_binding.run(stage, self, inputs)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 from fusion_registry import (
     Binding,
     FusionConfigError,
+    ProfilerRange,
     Registry,
     Request,
     Selection,
@@ -31,7 +32,7 @@ def requests_fusions(config: Any) -> bool:
 def fusion_requests(config: Any, registry: Registry) -> list[Request]:
     """What the fields of a configuration ask for, the config file's own entries excepted."""
     requests = [
-        Request(fusion.declaration.stage, (fusion.name,), None, f"{option}=True")
+        Request(fusion.declaration.stage, (fusion.name,), None, f"{option}=True", by_option=True)
         for fusion in registry.fusions.values()
         if (option := fusion.declaration.option) is not None and getattr(config, option, False)
     ]
@@ -82,12 +83,44 @@ def check_fusions(config: Any) -> None:
     selection.check(layers)
 
 
-def bind_layer(config: Any, layer_number: int | None) -> Binding:
+def bind_layer(
+    config: Any, layer_number: int | None, profiler: ProfilerRange | None = None
+) -> Binding:
     """Resolve the selection of `config` for one layer.
+
+    Args:
+        config: as in `select_fusions`.
+        layer_number: from 1, or None for a layer that has no number.
+        profiler: told about every stage that runs.
 
     Raises:
         FusionConfigError: as `select_fusions`, or an implementation that cannot be imported or
             does not fit its stage.
     """
     selection = select_fusions(config)
-    return Binding(selection.registry, selection.for_layer(layer_number), layer_number)
+    claims = selection.for_layer(layer_number)
+    return Binding(
+        selection.registry,
+        claims,
+        layer_number,
+        _first_selected_in(selection, config, layer_number) if claims else (),
+        profiler,
+    )
+
+
+def _first_selected_in(
+    selection: Selection, config: Any, layer_number: int | None
+) -> set[str] | None:
+    """Fusions that no lower layer of the model selects, or None when the layers are not known."""
+    layers = gdn_layer_numbers(config)
+    if layers is None or layer_number is None:
+        return None
+    earlier = {
+        fusion
+        for number in layers
+        if number < layer_number
+        for claim in selection.for_layer(number).values()
+        for fusion in claim.candidates
+    }
+    mine = selection.for_layer(layer_number).values()
+    return {fusion for claim in mine for fusion in claim.candidates} - earlier

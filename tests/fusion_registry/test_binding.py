@@ -23,6 +23,7 @@ from fusion_registry import (
     FusionConfigError,
     FusionReport,
     FusionUnsupportedError,
+    ProfilerRange,
     Reason,
     Request,
     Selection,
@@ -183,6 +184,66 @@ def test_the_first_engagement_is_logged_once(bind: Bind, caplog: pytest.LogCaptu
     ]
 
 
+def test_a_layer_announces_only_what_it_is_told_to(
+    choose, caplog: pytest.LogCaptureFixture
+) -> None:
+    selection = choose(
+        declared("eight", NEEDS_8), lone=("eight", "built_in_lone"), first=("built_in_first",)
+    )
+    binding = Binding(selection.registry, selection.for_layer(2), 2, announces={"built_in_lone"})
+    with caplog.at_level(logging.DEBUG, logger="fusion_registry"):
+        for columns in (4, 8, 4):
+            run(binding, columns=columns)
+        binding.run("first", ToyLayer(binding), {"value": 1})
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "layer 2: stage lone runs fusion built_in_lone"),
+        ("DEBUG", "layer 2: stage lone runs fusion eight"),
+        ("DEBUG", "layer 2: stage first runs fusion built_in_first"),
+    ]
+
+
+# --- profiler ranges
+
+SECONDS = declared("seconds", function="fused_second", stage="second")
+
+
+def profiled(selection: Selection) -> tuple[Binding, list[str]]:
+    seen: list[str] = []
+    profiler = ProfilerRange(
+        lambda name: seen.append(f"+{name}"), lambda name: seen.append(f"-{name}")
+    )
+    return Binding(selection.registry, selection.for_layer(1), 1, profiler=profiler), seen
+
+
+def test_a_range_is_named_after_the_stage_and_the_fusion_that_runs(choose) -> None:
+    selection = choose(declared("eight", NEEDS_8), lone=("eight", "built_in_lone"))
+    binding, seen = profiled(selection)
+    run(binding, columns=8)
+    run(binding, columns=4)
+    assert seen == ["+lone:eight", "-lone:eight", "+lone:built_in_lone", "-lone:built_in_lone"]
+
+
+def test_an_unfused_range_is_named_after_the_stage_and_ranges_nest(choose) -> None:
+    binding, seen = profiled(choose(SECONDS, second=("seconds",)))
+    assert binding.run("whole", ToyLayer(binding), {"value": 1}) == -2
+    assert seen == ["+whole", "+first", "-first", "+second:seconds", "-second:seconds", "-whole"]
+
+
+def test_a_range_is_closed_when_the_stage_raises(choose) -> None:
+    binding, seen = profiled(choose(SECONDS, second=("seconds",)))
+    with pytest.raises(TypeError):
+        binding.run("second", ToyLayer(binding), {"value": None})
+    with pytest.raises(TypeError):
+        binding.run("first", ToyLayer(binding), {"value": None})
+    assert seen == ["+second:seconds", "-second:seconds", "+first", "-first"]
+
+
+def test_a_refused_call_opens_no_range(choose) -> None:
+    binding, seen = profiled(choose(lone=("built_in_lone",)))
+    refused(lambda: run(binding, columns=3))
+    assert seen == []
+
+
 # --- independence
 
 
@@ -338,7 +399,7 @@ def test_what_the_layer_decides_is_refused_when_it_is_built(bind: Bind) -> None:
         "value_equals:config.deterministic_mode",
         "value_equals:layer.activation",
     ]
-    assert counts(binding) == ({"built_in_lone": 0}, 0, 1)
+    assert counts(binding) == ({"built_in_lone": 0}, 0, 0)
 
 
 def test_a_layer_that_one_candidate_can_serve_is_not_refused(bind: Bind) -> None:
@@ -572,6 +633,16 @@ def test_the_report_as_data_and_as_a_table(bind: Bind) -> None:
         {"layer": 3, "stage": "lone", "fused": {}, "unfused": 1, "refused": 0},
     ]
     assert report.fused_layers("lone") == 1
+    assert data["totals"][-1] == {
+        "stage": "lone",
+        "layers": 3,
+        "fused_layers": 1,
+        "fused": {"eight": 1, "built_in_lone": 2},
+        "unfused": 1,
+        "refused": 1,
+        "summary": "1/3 layers",
+    }
+    assert [total.stage for total in report.totals] == ["whole", "first", "second", "lone"]
     assert str(report).splitlines() == [
         "fusion report",
         "  stage   fused layers  fusions (calls)               unfused  refused",
@@ -590,4 +661,4 @@ def test_a_fusion_that_never_ran_stands_in_the_report(bind: Bind) -> None:
 
 def test_an_empty_report_says_so() -> None:
     assert str(FusionReport(())) == "fusion report: no layer with stages in this model"
-    assert report_bindings([]).as_dict() == {"counts": []}
+    assert report_bindings([]).as_dict() == {"totals": [], "counts": []}

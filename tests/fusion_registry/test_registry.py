@@ -322,6 +322,42 @@ def test_a_broken_plugin_registers_nothing_of_what_it_declares(plugins: Plugins)
     assert "fusion 'new' is declared by the plug-in 'broken_plugin-point'" in text
 
 
+def bind_by_option(registry: Registry, stage: str, name: str) -> Binding:
+    request = Request(stage, (name,), None, "use_lone=True", by_option=True)
+    return Binding(registry, select(registry, [request]).for_layer(1), 1)
+
+
+def test_an_option_selects_its_fusion_whatever_plugins_declare(plugins: Plugins) -> None:
+    plugins.install("broken_plugin", RESOURCE, document(declaration("built_in_lone")))
+    binding = bind_by_option(load(), "lone", "built_in_lone")
+    assert binding.stages["lone"].candidates[0].name == "built_in_lone"
+
+
+def test_a_contested_name_is_an_error_that_names_both(plugins: Plugins, write: Write) -> None:
+    plugins.install("broken_plugin", RESOURCE, document(declaration("built_in_lone")))
+    both = (
+        "fusion 'built_in_lone' is declared in tests/fusion_registry/toy_builtin/lone.yaml:3 and "
+        "by the plug-in 'broken_plugin-point' (broken_plugin), which failed to load: "
+    )
+    text = refusal(lambda: bind(load(), "lone", "built_in_lone"))
+    assert f"test: {both}" in text
+    assert text.endswith("remove the plug-in, or enable the former by use_lone")
+    path = write("select: [{stage: lone, fusions: [built_in_lone]}]")
+    registry = load(path)
+    assert f"{path}:1: {both}" in refusal(lambda: select(registry, []))
+    assert f"{path}:1: {both}" in refusal(lambda: bind_by_option(registry, "lone", "built_in_lone"))
+
+
+def test_what_only_a_broken_plugin_declares_is_no_fusion_for_an_option_either(
+    plugins: Plugins,
+) -> None:
+    plugins.install(
+        "broken_plugin", RESOURCE, document(declaration("new"), declaration("built_in_lone"))
+    )
+    text = refusal(lambda: bind_by_option(load(), "lone", "new"))
+    assert "fusion 'new' is declared by the plug-in 'broken_plugin-point'" in text
+
+
 def test_a_name_declared_twice_by_one_plugin(plugins: Plugins) -> None:
     plugins.install(
         "broken_plugin", "FUSIONS = ['fusions.yaml', 'fusions.yaml']", document(declaration("a"))
