@@ -50,7 +50,7 @@ from megatron.gdn.megatron_core_0_19 import (
     printable_help,
     rewritten_command_line,
 )
-from megatron.gdn.report import fusion_report
+from megatron.gdn.report import fusion_report, warn_about_idle_fusions
 from megatron.gdn.specs import get_gdn_block_spec
 from megatron.gdn.variant import MEGATRON_CORE_VARIANT, VARIANT
 
@@ -242,7 +242,12 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
 
 
 class FirstStepReport:
-    """Logs the fusion report of this rank's model chunks once, when the first step is over."""
+    """Logs the fusion report of this rank's model chunks once, when the first step is over.
+
+    Of the ranks that hold the same layers one speaks, so that with pipeline parallelism each
+    pipeline rank reports its own layers. Nothing is communicated: ranks of a pipeline come here at
+    different times.
+    """
 
     def __init__(self) -> None:
         self.chunks: list[torch.nn.Module] = []
@@ -262,10 +267,24 @@ class FirstStepReport:
             self.chunks.append(model)
 
     def log(self) -> None:
-        """Print the report on rank 0, unless it was printed or nothing ran."""
-        if not self.logged and self.chunks:
-            self.logged = True
-            print_rank_0(str(fusion_report(self.chunks)))
+        """Print the report and warn of fusions that did not run, once and if anything ran."""
+        if self.logged or not self.chunks:
+            return
+        self.logged = True
+        if not _speaks_for_its_layers():
+            return
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        where = f"pipeline rank {parallel_state.get_pipeline_model_parallel_rank()} of {ranks}, "
+        print(f"{where if ranks > 1 else ''}{fusion_report(self.chunks)}", flush=True)
+        warn_about_idle_fusions(self.chunks)
+
+
+def _speaks_for_its_layers() -> bool:
+    """Whether this rank is the first of those that hold parts or copies of the same layers."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
 
 
 def forward_step(
