@@ -183,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List stages and fusions.
 
     Returns:
-        Exit status: 0, or 2 when a file or a name is wrong.
+        Exit status: 0, or 2 when a file or a name is wrong; with `--explain`, see
+        `megatron.gdn.commands.explain`.
     """
     parser = argparse.ArgumentParser(prog="list_fusions", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print plain data")
@@ -205,7 +206,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print the JSON Schema of declaration files, for editors, and nothing else",
     )
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say what a run would do, before it runs; --explain --help tells how",
+    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--explain" in words[: words.index("--")] if "--" in words else "--explain" in words:
+        # Needs torch and megatron-core, which the rest of this command does without.
+        from megatron.gdn.commands.explain import main as explain
+
+        words.remove("--explain")
+        return explain(words)
+    args = parser.parse_args(words)
     if args.schema:
         print(json.dumps(declaration_file_schema(default_catalogue()), indent=2))
         return 0
