@@ -25,6 +25,7 @@ DEPENDENCIES = Path(sysconfig.get_path("purelib"))
 SHIPPED_FOLDERS = ("fusion_registry", "megatron/gdn")
 COMMANDS = {
     "gdn-bench-fusions": "megatron.gdn.commands.bench_fusions:main",
+    "gdn-check-fusions": "megatron.gdn.commands.check_fusions:main",
     "gdn-list-fusions": "megatron.gdn.commands.list_fusions:main",
     "gdn-pretrain": "megatron.gdn.pretrain:main",
     "gdn-tiny-training": "megatron.gdn.tiny_training:main",
