@@ -30,7 +30,13 @@ from megatron.gdn.planning.plan import (
 
 
 class Judges:
-    """Every fusion's compiled rules for one machine, compiled once a plan."""
+    """Every fusion's compiled rules for one machine, compiled once a plan.
+
+    Args:
+        registry: where the fusions stand.
+        machine: where the run is planned. When it has the packages of this Python, the
+            implementations are imported too, as a run would do.
+    """
 
     def __init__(self, registry: Registry, machine: Machine) -> None:
         self.registry = registry
@@ -39,7 +45,11 @@ class Judges:
         self._unusable: dict[str, tuple[PlannedReason, ...]] = {}
 
     def candidate(self, name: str, layer: Any, inputs: Inputs) -> PlannedCandidate:
-        """Judge one fusion for one call."""
+        """Judge one fusion for one call.
+
+        Raises:
+            UnplannableError: a rule reads more than metadata.
+        """
         if name not in self._unusable:
             self._load(name)
         reasons = self._unusable[name]
@@ -65,9 +75,9 @@ class Judges:
             PlannedReason(reason.code, "layer", reason.text)
             for reason in package_problems(fusion, self.machine)
         ]
-        # The packages of another machine are not here to be imported.
         self._rules[name] = None
         try:
+            # What another machine has installed is not here to be imported.
             if self.machine.packages is None and not problems:
                 load_implementation(fusion, contract)
             self._rules[name] = CompiledRules(fusion, contract, ALL_PHASES, self.machine)

@@ -200,6 +200,10 @@ class _TransformerEngineNorm(nn.Module):
 class RMSNorm(_TransformerEngineNorm):
     """Stands for `transformer_engine.pytorch.RMSNorm`."""
 
+    __module__ = "transformer_engine.pytorch.module.rmsnorm"
+
 
 class LayerNorm(_TransformerEngineNorm):
     """Stands for `transformer_engine.pytorch.LayerNorm`."""
+
+    __module__ = "transformer_engine.pytorch.module.layernorm"
