@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
@@ -18,7 +19,7 @@ from megatron.core.utils import configure_nvtx_profiling
 from torch import nn
 
 from fusion_registry import FusionUnsupportedError
-from megatron.gdn import GatedDeltaNet, fusion_report
+from megatron.gdn import GatedDeltaNet, fusion_report, pretrain
 from megatron.gdn.megatron_core_0_19 import parameters_on_cpu_without_cuda
 from megatron.gdn.report import warn_about_idle_fusions
 from tests.gdn.layer_support import make_config, make_input, make_layer
@@ -304,3 +305,70 @@ def test_without_profiling_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", never)
     config = make_config(**FUSED)
     make_layer(config)(make_input(config), None)
+
+
+# --- after the first step of training
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for megatron-core's arguments; `curr_iteration` is what its loop counts."""
+    arguments = SimpleNamespace(curr_iteration=0)
+    monkeypatch.setattr(pretrain, "get_args", lambda: arguments)
+    return arguments
+
+
+def two_chunks(config: Any) -> list[GatedDeltaNet]:
+    return [make_layer(config, layer_number=number) for number in (1, 2)]
+
+
+def test_the_first_step_is_reported_once_and_idle_fusions_are_warned_of(
+    training: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(**FUSED)
+    first, second = two_chunks(config)
+    report = pretrain.FirstStepReport()
+    for step in range(3):
+        training.curr_iteration = step
+        for chunk in (first, second, first, second):
+            report.before_forward(chunk)
+            if chunk is first:
+                chunk(make_input(config), None)
+        assert ("fusion report\n" in capsys.readouterr().out) == (step == 1)
+    report.log()
+    assert capsys.readouterr().out == ""
+    (text,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert text.startswith("layer 2: stage gated_output_norm: fusion gated_output_norm is selected")
+
+
+@pytest.mark.parametrize("other", ["tensor", "data"])
+def test_one_rank_speaks_for_its_layers(
+    other: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    training: SimpleNamespace,
+) -> None:
+    name = "get_tensor_model_parallel_rank" if other == "tensor" else "get_data_parallel_rank"
+    monkeypatch.setattr(parallel_state, name, lambda **kwargs: 1)
+    report = pretrain.FirstStepReport()
+    report.before_forward(make_layer(make_config(**FUSED)))
+    report.log()
+    assert capsys.readouterr().out == ""
+    assert caplog.records == []
+
+
+def test_each_pipeline_rank_reports_its_own_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    training: SimpleNamespace,
+) -> None:
+    layer = make_layer(make_config(**FUSED))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    report = pretrain.FirstStepReport()
+    report.before_forward(layer)
+    report.log()
+    assert capsys.readouterr().out.startswith("pipeline rank 1 of 2, fusion report\n")
