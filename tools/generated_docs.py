@@ -10,6 +10,7 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from fusion_registry import load_registry
 from fusion_registry.registry import precondition_kinds
+from fusion_registry.schema import FusionDeclaration, FusionFile, StageSelection
+from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.commands.list_fusions import as_text, describe_registry
 from megatron.gdn.stages import STAGES
 
@@ -59,8 +62,76 @@ def preconditions() -> str:
     return "\n".join(lines) + "\n"
 
 
+def option_fields() -> dict[str, tuple[str, str, str]]:
+    """Type, default and docstring of each field that our `TransformerConfig` adds.
+
+    Read from the source: importing the class takes megatron-core and torch.
+    """
+    tree = ast.parse((ROOT / "megatron/gdn/config.py").read_text(encoding="utf-8"))
+    (config,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TransformerConfig"
+    )
+    fields = {}
+    for field, text in zip(config.body, config.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or field.value is None:
+            continue
+        name = ast.unparse(field.target)
+        if not isinstance(text, ast.Expr) or not isinstance(text.value, ast.Constant):
+            raise ValueError(f"the field {name} has no docstring below it; write one")
+        fields[name] = (
+            ast.unparse(field.annotation),
+            ast.unparse(field.value),
+            " ".join(str(text.value.value).split()),
+        )
+    return fields
+
+
+def options() -> str:
+    """Every field of the configuration with its flag, default and meaning."""
+    parser = add_gdn_fusion_args(argparse.ArgumentParser(add_help=False))
+    flags = {action.dest: action for action in parser._actions}
+    fields = option_fields()
+    if set(flags) != set(fields):
+        raise ValueError(f"a flag without a field, or a field without: {set(flags) ^ set(fields)}")
+    selects: dict[str, list[str]] = {}
+    for fusion in load_registry(plugins=False).fusions.values():
+        if fusion.declaration.option is not None:
+            selects.setdefault(fusion.declaration.option, []).append(f"`{fusion.name}`")
+    lines = ["| field | type and default | flag | meaning |", "|---|---|---|---|"]
+    for name, (kind, default, meaning) in fields.items():
+        action = flags[name]
+        values = "" if action.metavar is None else f" {action.metavar}"
+        values += " ..." if action.nargs == "+" else ""
+        if name in selects:
+            meaning += f" Selects {', '.join(selects[name])}."
+        kind = kind.replace("|", "or")
+        lines.append(
+            f"| `{name}` | {kind} = {default} | `{action.option_strings[0]}{values}` | {meaning} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def declaration_keys() -> str:
+    """The keys of a declaration file, level by level."""
+    lines = ["| where | key | required | meaning |", "|---|---|---|---|"]
+    for where, model in (
+        ("file", FusionFile),
+        ("`fusions[]`", FusionDeclaration),
+        ("`select[]`", StageSelection),
+    ):
+        for name, field in model.model_fields.items():
+            required = "yes" if field.is_required() else "no"
+            meaning = " ".join((field.description or "").split())
+            lines.append(f"| {where} | `{name}` | {required} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "declaration_keys": declaration_keys,
     "list_fusions": list_fusions,
+    "options": options,
     "preconditions": preconditions,
     "stages": stages,
 }
