@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from fusion_registry.registry import precondition_kinds
 from fusion_registry.schema import FusionDeclaration, FusionFile, StageSelection
 from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.commands.list_fusions import as_text, describe_registry
+from megatron.gdn.commands.list_fusions import main as list_fusions_command
 from megatron.gdn.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +131,21 @@ def declaration_keys() -> str:
     return "\n".join(lines) + "\n"
 
 
+def explain() -> str:
+    """What `list_fusions --explain` prints for shapes of which one is refused."""
+    words = (
+        "--explain --layers 4 --batch 4 --head-dim 96 "
+        "--gdn-pre-gated-delta-rule-fusion --gdn-gated-output-norm-fusion"
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        list_fusions_command(words.split())
+    command = words.replace(" --gdn-pre", " \\\n    --gdn-pre")
+    return f"```console\n$ ./dev run gdn-list-fusions {command}\n{printed.getvalue()}```\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "explain": explain,
     "declaration_keys": declaration_keys,
     "list_fusions": list_fusions,
     "options": options,

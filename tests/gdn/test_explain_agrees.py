@@ -302,7 +302,7 @@ _DOCSTRINGS: dict[Any, Any] = {}
 
 @pytest.fixture(autouse=True)
 def _quick_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core's parser reads its own source files every time that it is made; once will do."""
+    """megatron-core reads its own source files for every parser; once will do."""
     inner = ArgumentGroupFactory._get_field_docstrings
 
     def remembered(self: Any, cls: Any) -> Any:

@@ -27,6 +27,7 @@ from rich.text import Text
 from fusion_registry import Machine
 from fusion_registry.machine import FIXTURE_MACHINES
 from megatron.gdn.arguments import add_gdn_fusion_args
+from megatron.gdn.planning.plan import RunPlan
 
 _MOMENTS = {
     "config": "when the configuration is built",
@@ -46,7 +47,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def describe_plan(plan: Any) -> dict[str, Any]:
+def describe_plan(plan: RunPlan) -> dict[str, Any]:
     """A `RunPlan` as plain data, layers with the same outcome taken together."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for layer in plan.layers:
@@ -201,26 +202,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(argv: Sequence[str]) -> tuple[bool, Any]:
+def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str] | None]:
+    """The parsed words before `--`, and the training flags after it, if there is one."""
     words, flags = list(argv), None
     if "--" in words:
         cut = words.index("--")
         words, flags = words[:cut], words[cut + 1 :]
     parser = _parser()
     if flags is None or {"-h", "--help"} & set(words):
-        # Both groups come from modules that import torch.
         from megatron.gdn.planning.settings import add_shape_args
 
         add_shape_args(parser)
         add_gdn_fusion_args(parser)
-    args = parser.parse_args(words)
+    return parser.parse_args(words), flags
 
-    from megatron.gdn.planning.run import plan_run
-    from megatron.gdn.planning.settings import from_flags, from_shapes
 
-    machine = Machine.here() if args.machine == "here" else FIXTURE_MACHINES[args.machine]
-    config, call = from_shapes(args) if flags is None else from_flags(flags, machine)
-    return args.json, plan_run(config, call, machine)
+def _plan(args: argparse.Namespace, flags: list[str] | None) -> RunPlan:
+    with warnings.catch_warnings():
+        # megatron-core warns of what it would not do on this machine; the run is elsewhere.
+        warnings.simplefilter("ignore")
+        from megatron.gdn.planning.run import plan_run
+        from megatron.gdn.planning.settings import from_flags, from_shapes
+
+        machine = Machine.here() if args.machine == "here" else FIXTURE_MACHINES[args.machine]
+        config, call = from_shapes(args) if flags is None else from_flags(flags, machine)
+        return plan_run(config, call, machine)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -233,15 +239,12 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 0, 1 when the run would be refused, 2 when flags or a file are wrong.
     """
     try:
-        with warnings.catch_warnings():
-            # megatron-core warns of what it would not do on this machine; the run is elsewhere.
-            warnings.simplefilter("ignore")
-            as_json, plan = _plan(argv)
+        args, flags = _arguments(argv)
+        described = describe_plan(_plan(args, flags))
     except (ImportError, ValueError) as error:
         print(f"list_fusions --explain: {error}", file=sys.stderr)
         return 2
-    described = describe_plan(plan)
-    if as_json:
+    if args.json:
         print(json.dumps(described, indent=2))
     else:
         print(as_text(described, None if sys.stdout.isatty() else 80))
