@@ -9,7 +9,7 @@ the layer. It works on the meta device, so rules about devices and packages are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -36,6 +36,23 @@ USUAL_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LARGEST_SIZE = 4096
 MOST_ELEMENTS = 1 << 24
 """Of the input projection; a case beyond takes minutes rather than seconds on a CPU."""
+MOST_TRIES = 3000
+"""Settings that are judged before the search gives up."""
+SIZES_OF: Mapping[str, tuple[str, ...]] = {
+    "batch": ("batch",),
+    "sequence_length": ("length",),
+    "num_key_heads": ("key_heads", "group"),
+    "num_value_heads": ("key_heads", "group"),
+    "value_heads": ("key_heads", "group"),
+    "local_heads": ("key_heads", "group"),
+    "key_head_dim": ("key_dim",),
+    "value_head_dim": ("value_dim",),
+    "head_dim": ("value_dim",),
+    "conv_width": ("width",),
+    "conv_channels": ("key_heads", "group", "key_dim", "value_dim"),
+    "channels": ("key_heads", "group", "key_dim", "value_dim"),
+}
+"""Which sizes decide a dimension or a scalar input of that name."""
 ATTRIBUTE_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, 2, -1, 0.5, 1 << 20, "", "an unheard-of value", "silu", "gdn",
     "RMSNorm", (), ("an unheard-of value",),
@@ -115,11 +132,17 @@ class Fitter:
     def refusing(self, setting: Setting) -> list[tuple[Precondition, str]]:
         """The rules that refuse a setting, and what each found."""
         inputs, layer = make_inputs(self.contract, setting, "meta"), layer_for(setting)
-        return [
-            (item.rule, found)
-            for item in self.rules
-            if (found := item.found(inputs, layer)) is not None
-        ]
+        refusals = []
+        for item in self.rules:
+            try:
+                found = item.judge(inputs, layer)
+            except Exception:
+                # A predicate that wrongly reads contents, which another check will tell, or one
+                # that crashes on such a call.
+                found = item.found(make_inputs(self.contract, setting, "cpu"), layer)
+            if found is not None:
+                refusals.append((item.rule, found))
+        return refusals
 
     def fit(self, wanted: Setting, keep: Iterable[str] = ()) -> Setting:
         """The accepted setting nearest to the wanted one.
@@ -152,7 +175,7 @@ class Fitter:
     ) -> Setting | None:
         """The setting with fewest refusals among those that `together` moves lead to."""
         best, fewest = None, most
-        for several in itertools.combinations(moves, together):
+        for several in itertools.islice(itertools.combinations(moves, together), MOST_TRIES):
             moved = setting
             for move in several:
                 moved = _moved(moved, move)
@@ -170,7 +193,7 @@ class Fitter:
         self, refusing: list[Precondition], setting: Setting, kept: set[str]
     ) -> Iterator[dict[str, Any]]:
         """Single changes that might satisfy one of the refusing rules."""
-        dims: set[str] = set()
+        sizes: set[str] = set()
         for rule in refusing:
             if isinstance(rule, ValueEquals):
                 yield {"attributes": {rule.subject: rule.value}}
@@ -182,18 +205,18 @@ class Fitter:
                 words = self.dtypes or (setting.dtype,)
                 for word in dict.fromkeys((setting.dtype, *words)):
                     yield {"dtypes": {rule.tensor: word}}
-            if isinstance(rule, DimRelation | Predicate):
-                dims.update(rule.subjects())
-            if isinstance(rule, Predicate):
+            elif isinstance(rule, DimRelation):
+                for subject in rule.subjects():
+                    sizes.update(SIZES_OF.get(subject.rpartition(".")[2], ()))
+            elif isinstance(rule, Predicate):
+                sizes.update(field.name for field in fields(Sizes))
                 for path in rule.reads:
                     if "." in path:
                         yield from ({"attributes": {path: value}} for value in ATTRIBUTE_VALUES)
         if not setting.contiguous:
             yield {"contiguous": True}
-        if dims:
-            for field in fields(Sizes):
-                if field.name not in kept:
-                    yield from ({"sizes": {field.name: size}} for size in self.sizes)
+        for name in sorted(sizes - kept):
+            yield from ({"sizes": {name: size}} for size in self.sizes)
 
 
 def _moved(setting: Setting, move: dict[str, Any]) -> Setting:

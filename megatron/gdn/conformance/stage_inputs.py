@@ -8,6 +8,7 @@ reads past its view shows. On the meta device the same functions make the shapes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,16 @@ class Setting:
         return found
 
 
+Shape = tuple[int, ...]
+Draw = Callable[["Source"], Tensor]
+"""Makes the values of an input; not called where only its shape is wanted."""
+
+
 class Source:
-    """Draws the inputs of one setting on one device, the same ones every time."""
+    """Makes the inputs of one setting on one device, the same ones every time.
+
+    On the meta device nothing is drawn or computed, so that a search may make thousands.
+    """
 
     def __init__(self, setting: Setting, device: str) -> None:
         self.setting = setting
@@ -86,36 +95,37 @@ class Source:
         self.generator = torch.Generator().manual_seed(20)
 
     def normal(self, *shape: int) -> Tensor:
-        if self.device == "meta":
-            return torch.empty(shape, device="meta")
         return torch.randn(shape, generator=self.generator)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        if self.device == "meta":
-            return torch.empty(shape, device="meta")
         return torch.rand(shape, generator=self.generator) * (high - low) + low
 
-    def parameter(self, name: str, values: Tensor) -> Tensor:
-        """A parameter: float32 unless the setting says otherwise, contiguous."""
-        return values.to(self.device, self.setting.dtype_of(name, "float32")).contiguous()
-
-    def activation(self, name: str, values: Tensor, otherwise: str | None = None) -> Tensor:
-        """A contiguous activation, in the dtype of the setting or in `otherwise`."""
+    def contiguous(
+        self, name: str, shape: Shape, draw: Draw, otherwise: str | None = None
+    ) -> Tensor:
+        """A contiguous input, in the dtype of the setting or in `otherwise`."""
         dtype = self.setting.dtype_of(name, otherwise or self.setting.dtype)
-        return values.to(self.device, dtype).contiguous()
+        if self.device == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return draw(self).to(self.device, dtype).contiguous()
 
-    def view(self, name: str, values: Tensor) -> Tensor:
+    def parameter(self, name: str, shape: Shape, draw: Draw) -> Tensor:
+        """A contiguous parameter: float32 unless the setting says otherwise."""
+        return self.contiguous(name, shape, draw, "float32")
+
+    def view(self, name: str, shape: Shape, draw: Draw) -> Tensor:
         """Values `[b, s, ...]` as the view of an input projection `[s, b, C]`."""
-        dtype = self.setting.dtype_of(name, self.setting.dtype)
         if self.setting.contiguous:
-            return values.to(self.device, dtype).contiguous()
-        batch, length, *inner = values.shape
-        channels = values[0, 0].numel() if batch and length else 0
-        wide = torch.full(
-            (length, batch, channels + 2 * PADDING), float("nan"), dtype=dtype, device=self.device
-        )
+            return self.contiguous(name, shape, draw)
+        dtype = self.setting.dtype_of(name, self.setting.dtype)
+        batch, length, *inner = shape
+        channels = math.prod(inner)
+        wide = torch.empty((length, batch, channels + 2 * PADDING), dtype=dtype, device=self.device)
         narrow = wide.transpose(0, 1)[..., PADDING : PADDING + channels].unflatten(-1, inner)
-        return narrow.copy_(values) if self.device != "meta" else narrow
+        if self.device != "meta":
+            wide.fill_(float("nan"))
+            narrow.copy_(draw(self))
+        return narrow
 
     def cu_seqlens(self) -> Tensor | None:
         if not self.setting.packed:
@@ -137,24 +147,25 @@ def document_ends(length: int) -> list[int]:
 
 def _convolution(source: Source) -> dict[str, Tensor | None]:
     sizes = source.setting.sizes
-    channels = sizes.conv_channels
-    bias = source.normal(channels)
+    weight, bias = (sizes.conv_channels, 1, sizes.width), (sizes.conv_channels,)
     return {
         "conv_weight": source.parameter(
-            "conv_weight", source.normal(channels, 1, sizes.width) * sizes.width**-0.5
+            "conv_weight", weight, lambda s: s.normal(*weight) * sizes.width**-0.5
         ),
         "conv_bias": (
-            source.parameter("conv_bias", bias) if source.option("conv_bias", True) else None
+            source.parameter("conv_bias", bias, lambda s: s.normal(*bias))
+            if source.option("conv_bias", True)
+            else None
         ),
     }
 
 
 def _decay(source: Source) -> dict[str, Tensor]:
-    heads = source.setting.sizes.value_heads
+    heads = (source.setting.sizes.value_heads,)
     # The range in which megatron-core draws the decay of a new layer.
     return {
-        "A_log": source.parameter("A_log", source.uniform(1.0, 16.0, heads).log()),
-        "dt_bias": source.parameter("dt_bias", source.uniform(-1.0, 1.0, heads)),
+        "A_log": source.parameter("A_log", heads, lambda s: s.uniform(1.0, 16.0, *heads).log()),
+        "dt_bias": source.parameter("dt_bias", heads, lambda s: s.uniform(-1.0, 1.0, *heads)),
     }
 
 
@@ -171,10 +182,9 @@ def _heads(source: Source) -> dict[str, Any]:
 
 def _pre_gated_delta_rule(source: Source) -> dict[str, Any]:
     sizes = source.setting.sizes
+    shape = (sizes.length, sizes.batch, sizes.channels)
     return {
-        "qkvzba": source.activation(
-            "qkvzba", source.normal(sizes.length, sizes.batch, sizes.channels)
-        ),
+        "qkvzba": source.contiguous("qkvzba", shape, lambda s: s.normal(*shape)),
         **_convolution(source),
         **_decay(source),
         **_heads(source),
@@ -184,8 +194,9 @@ def _pre_gated_delta_rule(source: Source) -> dict[str, Any]:
 
 def _causal_conv1d(source: Source) -> dict[str, Any]:
     sizes = source.setting.sizes
+    shape = (sizes.batch, sizes.length, sizes.conv_channels)
     return {
-        "qkv": source.view("qkv", source.normal(sizes.batch, sizes.length, sizes.conv_channels)),
+        "qkv": source.view("qkv", shape, lambda s: s.normal(*shape)),
         **_convolution(source),
         "cu_seqlens": source.cu_seqlens(),
     }
@@ -194,8 +205,8 @@ def _causal_conv1d(source: Source) -> dict[str, Any]:
 def _prepare_qkv(source: Source) -> dict[str, Any]:
     sizes = source.setting.sizes
     # The convolution may keep the strides of its own input, which is a view.
-    values = source.normal(sizes.batch, sizes.length, sizes.conv_channels)
-    return {"qkv": source.view("qkv", values), **_heads(source)}
+    shape = (sizes.batch, sizes.length, sizes.conv_channels)
+    return {"qkv": source.view("qkv", shape, lambda s: s.normal(*shape)), **_heads(source)}
 
 
 def _decay_and_beta(source: Source) -> dict[str, Any]:
@@ -203,36 +214,39 @@ def _decay_and_beta(source: Source) -> dict[str, Any]:
     shape = (sizes.batch, sizes.length, sizes.value_heads)
     # Wide enough for both tails of the sigmoid and of softplus.
     return {
-        "beta_logits": source.view("beta_logits", 3 * source.normal(*shape)),
-        "alpha": source.view("alpha", 3 * source.normal(*shape)),
+        "beta_logits": source.view("beta_logits", shape, lambda s: 3 * s.normal(*shape)),
+        "alpha": source.view("alpha", shape, lambda s: 3 * s.normal(*shape)),
         **_decay(source),
     }
 
 
 def _gated_delta_rule(source: Source) -> dict[str, Any]:
     sizes = source.setting.sizes
-    shape = (sizes.batch, sizes.length, sizes.value_heads)
-    keys = (*shape, sizes.key_dim)
+    rows = (sizes.batch, sizes.length, sizes.value_heads)
+    keys, values = (*rows, sizes.key_dim), (*rows, sizes.value_dim)
+    decay = source.contiguous("g", rows, lambda s: -s.uniform(0.0, 1.5, *rows), "float32")
     return {
-        "q": source.activation("q", reference.l2_normalize(source.normal(*keys))),
-        "k": source.activation("k", reference.l2_normalize(source.normal(*keys))),
-        "v": source.activation("v", source.normal(*shape, sizes.value_dim)),
-        "g": source.activation("g", -source.uniform(0.0, 1.5, *shape), "float32"),
-        "beta": source.activation("beta", source.normal(*shape).sigmoid(), "float32"),
+        "q": source.contiguous("q", keys, lambda s: reference.l2_normalize(s.normal(*keys))),
+        "k": source.contiguous("k", keys, lambda s: reference.l2_normalize(s.normal(*keys))),
+        "v": source.contiguous("v", values, lambda s: s.normal(*values)),
+        "g": decay,
+        "beta": source.contiguous("beta", rows, lambda s: s.normal(*rows).sigmoid(), "float32"),
         "cu_seqlens": source.cu_seqlens(),
     }
 
 
 def _gated_output_norm(source: Source) -> dict[str, Any]:
     sizes = source.setting.sizes
-    shape = (sizes.batch, sizes.length, sizes.value_heads, sizes.value_dim)
+    rows, dim = (sizes.batch, sizes.length, sizes.value_heads), sizes.value_dim
+    shape = (*rows, dim)
     zero_centered = source.option("zero_centered_gamma", False)
-    scale = source.uniform(0.2, 3.0, *shape[:3], 1)
-    weight = source.normal(sizes.value_dim) * 0.5 + (0 if zero_centered else 1)
+    center = 0 if zero_centered else 1
     return {
-        "x": source.activation("x", source.normal(*shape) * scale),
-        "gate": source.view("gate", 3 * source.normal(*shape)),
-        "weight": source.parameter("weight", weight),
+        "x": source.contiguous(
+            "x", shape, lambda s: s.normal(*shape) * s.uniform(0.2, 3.0, *rows, 1)
+        ),
+        "gate": source.view("gate", shape, lambda s: 3 * s.normal(*shape)),
+        "weight": source.parameter("weight", (dim,), lambda s: s.normal(dim) * 0.5 + center),
         "eps": source.option("eps", 1e-6),
         "zero_centered_gamma": zero_centered,
     }

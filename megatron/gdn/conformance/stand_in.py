@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -33,18 +34,25 @@ class Overlay:
         return getattr(self._below, name)
 
 
+@functools.cache
+def _config_defaults() -> Mapping[str, Any]:
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(TransformerConfig):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        else:
+            defaults[field.name] = None
+    return defaults
+
+
+_norm = functools.cache(torch.nn.RMSNorm)
+
+
 def stand_in_layer(sizes: Sizes, use_qk_l2norm: bool = True) -> SimpleNamespace:
     """A layer in its usual state: the gdn variant, SiLU, RMSNorm, not deterministic mode."""
-    config = {
-        field.name: (
-            field.default
-            if field.default is not dataclasses.MISSING
-            else field.default_factory()
-            if field.default_factory is not dataclasses.MISSING
-            else None
-        )
-        for field in dataclasses.fields(TransformerConfig)
-    }
+    config = dict(_config_defaults())
     config |= {
         "experimental_attention_variant": MEGATRON_CORE_VARIANT,
         "normalization": "RMSNorm",
@@ -63,7 +71,7 @@ def stand_in_layer(sizes: Sizes, use_qk_l2norm: bool = True) -> SimpleNamespace:
         activation="silu",
         act_fn=F.silu,
         use_qk_l2norm=use_qk_l2norm,
-        out_norm=torch.nn.RMSNorm(sizes.value_dim),
+        out_norm=_norm(sizes.value_dim),
         layer_number=1,
         num_key_heads=sizes.key_heads,
         num_value_heads=sizes.value_heads,

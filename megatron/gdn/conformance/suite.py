@@ -17,6 +17,7 @@ from fusion_registry import FusionConfigError, Machine, Registry
 from fusion_registry.binding import BoundFusion, BoundStage, load_implementation
 from fusion_registry.contracts import StageContract
 from fusion_registry.import_path import import_object
+from fusion_registry.machine import triton_interpreter_is_on
 from fusion_registry.preconditions import DtypeIn, Predicate, version_problem
 from fusion_registry.registry import RegisteredFusion
 from megatron.gdn.conformance.breaking import Call, pretend
@@ -40,6 +41,9 @@ SHARPEST_FIRST = ("float32", "float16", "bfloat16", "float64")
 
 HEAD_DIMS = {"head_dim", "key_head_dim", "value_head_dim"}
 """Names of dimensions and inputs by which a contract speaks of the size of a head."""
+
+MANY_TOKENS, MANY_TOKENS_INTERPRETED = 150, 35
+"""Tokens of a long row; the interpreter spends milliseconds on each step of a march over them."""
 
 SMALL_LENGTH = 5
 """Tokens of a case that is run many times."""
@@ -157,6 +161,10 @@ class ExaminedFusion:
         cases |= {f"dense, {word}": replace(row, dtype=word) for word in dtypes[1:]}
         if self.contract.input("cu_seqlens") is not None:
             cases["packed documents"] = replace(row, packed=True)
+        # More than one program of any sensible kernel. A composite stage marches over its tokens.
+        slow = bool(self.contract.children) and triton_interpreter_is_on()
+        many = MANY_TOKENS_INTERPRETED if slow else MANY_TOKENS
+        cases["many tokens"] = replace(base, sizes=replace(base.sizes, length=many))
         named = {name for item in self.contract.inputs for name in (item.name, *item.dims)}
         for name, sizes, subjects in (
             ("odd head dimensions", {"key_dim": 12, "value_dim": 24}, HEAD_DIMS),
