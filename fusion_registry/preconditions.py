@@ -224,7 +224,7 @@ class ModuleType(Precondition):
     """An attribute is an instance of a class, matched by simple or by dotted name.
 
     Names and not classes, because the class may come from a package that is not installed.
-    Subclasses match too.
+    Subclasses match too, unless they override `forward`: they may compute something else.
     """
 
     kind: Literal["module_type"]
@@ -236,7 +236,8 @@ class ModuleType(Precondition):
     reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
-        return f"{self.called or self.subject} to be {join_words(self.names)}"
+        classes = list(dict.fromkeys(name.rpartition(".")[2] for name in self.names))
+        return f"{self.called or self.subject} to be {join_words(classes)}"
 
     def subjects(self) -> tuple[str, ...]:
         return (self.subject,)
@@ -255,6 +256,8 @@ class ModuleType(Precondition):
                 return _value_words(value)
             for base in kind.__mro__:
                 if base.__name__ in names or f"{base.__module__}.{base.__qualname__}" in names:
+                    if getattr(kind, "forward", None) is not getattr(base, "forward", None):
+                        return f"{kind.__qualname__} with a forward of its own"
                     accepted.add(kind)
                     return None
             return kind.__qualname__

@@ -54,7 +54,8 @@ class _VariantName:
     """Converts a variant's name; argparse prints the class name in its error messages."""
 
     def __call__(self, text: str) -> str:
-        return to_megatron_core_variant(text) or text
+        # On a command line a DeprecationWarning would never be seen.
+        return to_megatron_core_variant(text, FutureWarning) or text
 
     def __repr__(self) -> str:
         return "variant"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
@@ -41,8 +42,9 @@ class TransformerConfig(CoreTransformerConfig):
 
     def __post_init__(self) -> None:
         given: Any = self
+        # The warning about the alias points at the caller of the generated `__init__`.
         given.experimental_attention_variant = to_megatron_core_variant(
-            given.experimental_attention_variant
+            given.experimental_attention_variant, stacklevel=4
         )
         self._check_fusion_fields()
         super().__post_init__()
@@ -63,4 +65,5 @@ class TransformerConfig(CoreTransformerConfig):
             )
         self.gdn_fusions = tuple(names)
         if self.gdn_fusion_config is not None:
-            self.gdn_fusion_config = str(self.gdn_fusion_config)
+            # Every layer reads it again, perhaps from another working directory.
+            self.gdn_fusion_config = str(Path(self.gdn_fusion_config).absolute())

@@ -35,6 +35,18 @@ from megatron.gdn.megatron_core_0_19 import (
 from megatron.gdn.selection import bind_layer
 
 _CHECKPOINT = "_gdn_norm_out_checkpoint"
+
+
+def _refuse_second_order(_: Tensor) -> None:
+    """Hook on an output whose norm is recomputed: megatron-core's checkpoint cuts the graph there,
+    so that a gradient of the gradient would silently lack that part."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "recomputation of gdn_norm_out requires first-order autograd, got create_graph=True; "
+            "take gdn_norm_out from recompute_modules"
+        )
+
+
 _NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
 
 
@@ -190,10 +202,14 @@ class GatedDeltaNet(CoreGatedDeltaNet):
             seq_len=length,
             packed_seq_params=packed_seq_params,
         )
-        if not (self.recompute_norm_out and torch.is_grad_enabled()):
+        if not self.recompute_norm_out:
             return norm_and_scatter(x, gate)
-        checkpoint = norm_out_checkpoint(self.config.fp8)
-        norm_out: Tensor = checkpoint.checkpoint(norm_and_scatter, x, gate)
+        checkpoint = None
+        if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad):
+            checkpoint = norm_out_checkpoint(self.config.fp8)
+            norm_out: Tensor = checkpoint.checkpoint(norm_and_scatter, x, gate)
+        else:
+            norm_out = norm_and_scatter(x, gate)
         setattr(norm_out, _CHECKPOINT, checkpoint)
         return norm_out
 
@@ -210,8 +226,8 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         Raises:
             ValueError: the output norm is to be recomputed and this is another tensor.
         """
-        checkpoint = getattr(norm_out, _CHECKPOINT, None)
-        if checkpoint is None and self.recompute_norm_out and norm_out.grad_fn is not None:
+        made_here = hasattr(norm_out, _CHECKPOINT)
+        if self.recompute_norm_out and norm_out.grad_fn is not None and not made_here:
             raise ValueError(
                 "forward_post_core_attn requires the tensor that forward_pre_attn_and_core_attn "
                 "returned, since gdn_norm_out is recomputed and its checkpoint travels on it; got "
@@ -220,8 +236,9 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         nvtx_range_push("out_proj")
         out, bias = self.out_proj(norm_out)
         nvtx_range_pop("out_proj")
-        if checkpoint is not None:
+        if made_here and (checkpoint := getattr(norm_out, _CHECKPOINT)) is not None:
             delattr(norm_out, _CHECKPOINT)
+            out.register_hook(_refuse_second_order)
             checkpoint.discard_output_and_register_recompute(out)
         return out, bias
 

@@ -93,6 +93,7 @@ class _CheckpointWithoutCuda(CheckpointWithoutOutput):
     the discarded storage instead of shared through a C++ extension compiled on first use.
     """
 
+
     ctx: Any
     outputs: Any
     run_function: Any
@@ -106,6 +107,8 @@ class _CheckpointWithoutCuda(CheckpointWithoutOutput):
     def _recompute(self, _: Any) -> None:
         if self.ctx is None:
             return
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("recomputation requires backward(), got autograd.grad(); call backward()")
         inputs = tuple(
             item.detach().requires_grad_(item.requires_grad) if isinstance(item, Tensor) else item
             for item in self.ctx.saved_tensors

@@ -84,9 +84,6 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
                 "configuration class would lose the fusion flags. Drop the flag"
             )
     ours = copy.copy(args)
-    if ours.experimental_attention_variant == MEGATRON_CORE_VARIANT:
-        # The parser has translated the user's `gdn` already (see `arguments`).
-        ours.experimental_attention_variant = VARIANT
     ours.gdn_fusions = tuple(args.gdn_fusions)
     config: TransformerConfig = core_transformer_config_from_args(ours, TransformerConfig)
     return config

@@ -16,19 +16,34 @@ MEGATRON_CORE_VARIANT = "gated_delta_net"
 """What megatron-core 0.19 calls it inside; from users it is accepted as a deprecated alias."""
 
 
-def to_megatron_core_variant(variant: str | None) -> str | None:
+class TranslatedVariant(str):
+    """megatron-core's name as this project stores it. A user's own text is a plain str, so that a
+    configuration made from another (`dataclasses.replace`, `asdict`) is not told off for it."""
+
+    __slots__ = ()
+
+
+def to_megatron_core_variant(
+    variant: str | None,
+    category: type[Warning] = DeprecationWarning,
+    stacklevel: int = 2,
+) -> str | None:
     """Translate a user's variant name to megatron-core's; other names pass through.
 
-    The alias `gated_delta_net` is accepted with a DeprecationWarning.
+    Args:
+        variant: `gdn`, the deprecated alias `gated_delta_net`, or another variant.
+        category, stacklevel: of the warning about the alias.
     """
-    if variant == MEGATRON_CORE_VARIANT:
+    if variant not in (VARIANT, MEGATRON_CORE_VARIANT):
+        return variant
+    if variant == MEGATRON_CORE_VARIANT and not isinstance(variant, TranslatedVariant):
         warnings.warn(
             f"experimental_attention_variant={MEGATRON_CORE_VARIANT!r} is deprecated; "
             f"write {VARIANT!r}",
-            DeprecationWarning,
-            stacklevel=2,
+            category,
+            stacklevel=stacklevel,
         )
-    return MEGATRON_CORE_VARIANT if variant == VARIANT else variant
+    return TranslatedVariant(MEGATRON_CORE_VARIANT)
 
 
 def variant_problems(
@@ -54,11 +69,19 @@ def gdn_layer_numbers(config: Any) -> tuple[int, ...] | None:
 
     Returns:
         Layer numbers, or None for a hybrid model, whose layer pattern the config does not hold.
+
+    Raises:
+        ValueError: `linear_attention_freq` is neither, or the list has another length.
     """
     if config.experimental_attention_variant not in (VARIANT, MEGATRON_CORE_VARIANT):
         return None if config.is_hybrid_model else ()
     frequency = config.linear_attention_freq
     numbers = range(1, config.num_layers + 1)
-    if isinstance(frequency, int):
+    if isinstance(frequency, int) and frequency > 0:
         return tuple(number for number in numbers if number % frequency)
-    return tuple(number for number, linear in zip(numbers, frequency, strict=False) if linear)
+    if isinstance(frequency, list | tuple) and len(frequency) == config.num_layers:
+        return tuple(number for number, linear in zip(numbers, frequency, strict=True) if linear)
+    raise ValueError(
+        f"linear_attention_freq must be a number from 1 or a list of {config.num_layers} ones and "
+        f"zeros, one per layer, got {frequency!r}"
+    )

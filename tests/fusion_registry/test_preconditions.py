@@ -174,9 +174,17 @@ CASES = [
     Case(
         "dotted-name",
         {"kind": "module_type", "subject": "layer.norm", "names": [f"{__name__}.RMSNorm"]},
-        f"layer.norm to be {__name__}.RMSNorm",
+        "layer.norm to be RMSNorm",
         "NoneType",
         set_layer(norm=None),
+        "layer",
+    ),
+    Case(
+        "own-forward",
+        {"kind": "module_type", "subject": "layer.norm", "names": ["RMSNorm"]},
+        "layer.norm to be RMSNorm",
+        "Overriding with a forward of its own",
+        set_layer(norm=type("Overriding", (RMSNorm,), {"forward": lambda self, x: x})()),
         "layer",
     ),
     Case(

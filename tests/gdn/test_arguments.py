@@ -49,7 +49,7 @@ def test_variant_gdn(parser: argparse.ArgumentParser, recwarn: pytest.WarningsRe
 
 
 def test_variant_alias_warns(parser: argparse.ArgumentParser) -> None:
-    with pytest.warns(DeprecationWarning, match="write 'gdn'"):
+    with pytest.warns(FutureWarning, match="write 'gdn'"):
         args = parser.parse_args([FLAG, "gated_delta_net"])
     assert args.experimental_attention_variant == "gated_delta_net"
 

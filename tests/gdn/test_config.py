@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from megatron.core.transformer import TransformerConfig as CoreTransformerConfig
 from fusion_registry import FusionConfigError
 from megatron.gdn import TransformerConfig
 from megatron.gdn.stages import OPTIONS
-from tests.gdn.layer_support import make_config
+from tests.gdn.layer_support import make_config, make_layer
 
 FUSION_FIELDS = {*OPTIONS, "gdn_fusions", "gdn_fusion_config"}
 
@@ -44,6 +46,51 @@ def test_the_alias_is_deprecated() -> None:
             experimental_attention_variant="gated_delta_net", gdn_gated_output_norm_fusion=True
         )
     assert config.gdn_gated_output_norm_fusion
+
+
+def test_a_user_sees_the_warning() -> None:
+    """With Python's default filters, in a script that builds the configuration itself."""
+    script = (
+        "from megatron.gdn import TransformerConfig\n"
+        "TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2,\n"
+        "    experimental_attention_variant='gated_delta_net', linear_attention_freq=2,\n"
+        "    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8,\n"
+        "    linear_num_key_heads=1, linear_num_value_heads=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "DeprecationWarning: experimental_attention_variant='gated_delta_net'" in done.stderr
+
+
+def test_a_configuration_made_from_another_does_not_warn() -> None:
+    config = make_config(experimental_attention_variant="gdn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        dataclasses.replace(config, hidden_size=128)
+        pickle.loads(pickle.dumps(config.experimental_attention_variant))
+        settings = dataclasses.asdict(config)
+    assert type(settings["experimental_attention_variant"]) is not str
+
+
+@pytest.mark.parametrize("frequency", [0, [1, 0], "x"], ids=["zero", "short_list", "text"])
+def test_layers_that_cannot_be_counted(frequency: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"linear_attention_freq must be a number from 1 or a list"
+    ):
+        make_config(linear_attention_freq=frequency, gdn_gated_output_norm_fusion=True)
+
+
+def test_a_relative_config_file_outlives_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = "{stage: gated_output_norm, fusions: [gated_output_norm]}"
+    file = Path(select_file(tmp_path, entry))
+    monkeypatch.chdir(tmp_path)
+    config = make_config(gdn_fusion_config=file.name)
+    monkeypatch.chdir("/")
+    assert config.gdn_fusion_config == str(file)
+    make_layer(config)
 
 
 @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])

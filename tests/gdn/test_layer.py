@@ -107,6 +107,27 @@ def test_fused_is_close_to_unfused(length: int) -> None:
     assert (count.fused, count.unfused) == ({}, 1)
 
 
+def test_the_norm_keeps_its_own_epsilon() -> None:
+    """An epsilon that matters: a default in its place is off by tens of percent."""
+    config = make_config(layernorm_epsilon=0.1)
+    out, _ = make_layer(make_config(**FUSED, layernorm_epsilon=0.1))(make_input(config), None)
+    expected, _ = make_layer(config)(make_input(config), None)
+    assert relative_error(out, expected) < 4 * 2**-11
+
+
+def test_the_norm_says_whether_its_weight_is_zero_centred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's RMSNorm keeps the flag as an attribute."""
+    layer, seen = make_layer(make_config(**FUSED)), []
+    monkeypatch.setattr(layer, "run_stage", lambda stage, **inputs: seen.append(inputs))
+    x = torch.zeros(1, 2, 4, 16)
+    for centred in (None, False, True):
+        if centred is not None:
+            layer.out_norm.zero_centered_gamma = centred
+        layer._apply_gated_norm(x, x)
+    assert [inputs["zero_centered_gamma"] for inputs in seen] == [False, False, True]
+    assert all(inputs["eps"] == layer.config.layernorm_epsilon for inputs in seen)
+
+
 def test_forward_is_its_two_halves() -> None:
     config = make_config(**FUSED)
     layer, x = make_layer(config), make_input(config)
@@ -158,6 +179,40 @@ def test_two_microbatches_between_the_halves() -> None:
         expected.float().square().sum().backward()
         assert torch.equal(out, expected)
         assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_recomputation_refuses_second_order(fused: bool) -> None:
+    """megatron-core's checkpoint cuts the graph; a gradient of a gradient would be wrong."""
+    config = make_config(**(FUSED if fused else {}), **RECOMPUTE)
+    layer = make_layer(config)
+    out, _ = layer(make_input(config), None)
+    with pytest.raises(RuntimeError, match="first-order autograd, got create_graph=True"):
+        out.float().square().sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("trained", ["out_proj.weight", "out_norm.weight"])
+def test_recomputation_with_frozen_parameters(trained: str) -> None:
+    plain, recomputing = (
+        make_layer(make_config(**FUSED)),
+        make_layer(make_config(**FUSED, **RECOMPUTE)),
+    )
+    grads = []
+    for layer in (plain, recomputing):
+        layer.requires_grad_(False)
+        parameter = layer.get_parameter(trained).requires_grad_()
+        out, _ = layer(make_input(make_config()).detach(), None)
+        out.float().square().sum().backward()
+        grads.append(parameter.grad)
+    assert torch.equal(*grads)
+
+
+def test_recomputation_needs_backward() -> None:
+    config = make_config(**FUSED, **RECOMPUTE)
+    layer, x = make_layer(config), make_input(config)
+    out, _ = layer(x, None)
+    with pytest.raises(RuntimeError, match=r"autograd\.grad|\.grad\(\)"):
+        torch.autograd.grad(out.float().sum(), x)
 
 
 def test_another_tensor_cannot_be_recomputed() -> None:

@@ -86,6 +86,13 @@ def _set(path: str, value: Any) -> Change:
     return change
 
 
+class ShiftedNorm(nn.RMSNorm):
+    """Stores its weight minus one, as some models do, without the attribute that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
 NORM = "the output normalization module to be RMSNorm"
 
 
@@ -102,17 +109,23 @@ NORM = "the output normalization module to be RMSNorm"
             "'dsa'",
         ),
         (
-            _replace_norm(nn.RMSNorm(16, elementwise_affine=False)),
+            _replace_norm(nn.RMSNorm(16, eps=1e-5, elementwise_affine=False)),
             "weight to be given",
             "None",
         ),
         (
-            _replace_norm(nn.RMSNorm(8)),
+            _replace_norm(nn.RMSNorm(16)),
+            "eps to be a finite number of at least 0",
+            "None",
+        ),
+        (_replace_norm(ShiftedNorm(16)), NORM, "ShiftedNorm with a forward of its own"),
+        (
+            _replace_norm(nn.RMSNorm(8, eps=1e-5)),
             "head_dim of weight to be equal to head_dim of x",
             "8 beside 16",
         ),
         (
-            _replace_norm(nn.RMSNorm(16).double()),
+            _replace_norm(nn.RMSNorm(16, eps=1e-5).double()),
             "weight in bfloat16, float16 or float32",
             "float64",
         ),
@@ -124,6 +137,8 @@ NORM = "the output normalization module to be RMSNorm"
         "deterministic",
         "variant",
         "no_weight",
+        "no_eps",
+        "own_forward",
         "weight_length",
         "weight_float64",
     ],
@@ -244,6 +259,10 @@ CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
         f"x on {torch.ones(1, device=DEVICE).device} and weight on meta",
     ),
     "no_weight": ({"weight": None}, "weight to be given", "None"),
+    **{
+        f"eps_{eps}": ({"eps": eps}, "eps to be a finite number of at least 0", repr(eps))
+        for eps in (None, True, "a", -1.0, float("nan"), float("inf"))
+    },
 }
 
 

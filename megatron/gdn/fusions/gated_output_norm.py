@@ -532,6 +532,13 @@ class _GatedOutputNormGradient(torch.autograd.Function):
         )
 
 
+def eps_problems(eps: object) -> list[str]:
+    """Predicate of the declaration: a norm module may keep None, or keep it under another name."""
+    if isinstance(eps, int | float) and not isinstance(eps, bool) and 0 <= eps < float("inf"):
+        return []
+    return [repr(eps)]
+
+
 @checked_by_declaration("gated_output_norm")
 def fused_gated_output_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False
