@@ -267,6 +267,7 @@ def _changes(name: str, call: Call, contract: StageContract) -> Iterator[Callabl
     elif isinstance(value, int | float):
         yield from (replaced(type(value)(size)) for size in _sizes_around(value))
         yield replaced(-value)
+        yield from (replaced(float(word)) for word in ("nan", "inf") if isinstance(value, float))
     elif isinstance(value, Tensor):
         for index, size in enumerate(value.shape):
             for other in _sizes_around(size):
