@@ -236,14 +236,17 @@ class ModuleType(Precondition):
     reads_attributes: ClassVar[bool] = True
 
     def describe(self) -> str:
-        classes = list(dict.fromkeys(name.rpartition(".")[2] for name in self.names))
-        return f"{self.called or self.subject} to be {join_words(classes)}"
+        return f"{self.called or self.subject} to be {join_words(self._classes())}"
+
+    def _classes(self) -> list[str]:
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.names))
 
     def subjects(self) -> tuple[str, ...]:
         return (self.subject,)
 
     def compile(self, contract: StageContract) -> Judge:
         read, names = _attribute_reader(self.subject), frozenset(self.names)
+        classes = frozenset(self._classes())
         # The verdict depends on the class alone, so it is remembered by class.
         accepted: set[type] = set()
 
@@ -260,6 +263,8 @@ class ModuleType(Precondition):
                         return f"{kind.__qualname__} with a forward of its own"
                     accepted.add(kind)
                     return None
+            if kind.__name__ in classes:
+                return f"{kind.__module__}.{kind.__qualname__}, another class of that name"
             return kind.__qualname__
 
         return judge

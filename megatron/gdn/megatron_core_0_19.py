@@ -93,7 +93,6 @@ class _CheckpointWithoutCuda(CheckpointWithoutOutput):
     the discarded storage instead of shared through a C++ extension compiled on first use.
     """
 
-
     ctx: Any
     outputs: Any
     run_function: Any
@@ -108,7 +107,9 @@ class _CheckpointWithoutCuda(CheckpointWithoutOutput):
         if self.ctx is None:
             return
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("recomputation requires backward(), got autograd.grad(); call backward()")
+            raise RuntimeError(
+                "recomputation requires backward(), got autograd.grad(); call backward()"
+            )
         inputs = tuple(
             item.detach().requires_grad_(item.requires_grad) if isinstance(item, Tensor) else item
             for item in self.ctx.saved_tensors

@@ -118,6 +118,11 @@ NORM = "the output normalization module to be RMSNorm"
             "eps to be a finite number of at least 0",
             "None",
         ),
+        (
+            _replace_norm(type("RMSNorm", (nn.Identity,), {})()),
+            NORM,
+            f"{__name__}.RMSNorm, another class of that name",
+        ),
         (_replace_norm(ShiftedNorm(16)), NORM, "ShiftedNorm with a forward of its own"),
         (
             _replace_norm(nn.RMSNorm(8, eps=1e-5)),
@@ -138,6 +143,7 @@ NORM = "the output normalization module to be RMSNorm"
         "variant",
         "no_weight",
         "no_eps",
+        "another_class",
         "own_forward",
         "weight_length",
         "weight_float64",
