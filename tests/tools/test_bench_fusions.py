@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.gdn.commands import bench_fusions
-from megatron.gdn.commands.bench_cases import bench_cases
+from megatron.gdn.commands.bench_cases import bench_cases, gated_output_norm
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
 
 
@@ -108,6 +108,20 @@ def test_our_own_failure_is_not_swallowed() -> None:
     timer: Any = FixedTimer()
     with pytest.raises(ImportError):
         bench_fusions.measure(CASE, Implementation("ours", absent, is_ours=True), timer, 4e9)
+
+
+def test_ours_through_the_layer_gives_the_same() -> None:
+    """The stand-in layer of the benchmark keeps up with the real one."""
+    heads, dim = gated_output_norm.HEADS, gated_output_norm.HEAD_DIM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = {
+        "x": torch.randn(1, 2, heads, dim, device=device).half(),
+        "gate": torch.randn(1, 2, heads, dim, device=device).half(),
+        "weight": torch.nn.Parameter(torch.ones(dim, device=device).half()),
+    }
+    ours = [case for case in gated_output_norm.CASES[0].implementations if case.is_ours]
+    first, second = (implementation.build(inputs)(inputs)[0] for implementation in ours)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

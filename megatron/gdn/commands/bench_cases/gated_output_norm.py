@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron.gdn import reference
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
+from megatron.gdn.config import TransformerConfig
 from megatron.gdn.fusions.gated_output_norm import fused_gated_output_norm
 from megatron.gdn.layer import GatedDeltaNet
 from megatron.gdn.selection import bind_layer
@@ -107,10 +107,18 @@ class _LayerWithOneStage(_NormAndActivation):
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__(weight)
-        self.config = SimpleNamespace(
-            deterministic_mode=False,
+        self.config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HEADS * HEAD_DIM,
+            num_attention_heads=HEADS,
             experimental_attention_variant=VARIANT,
-            is_hybrid_model=False,
+            linear_attention_freq=[1],
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=HEAD_DIM,
+            linear_value_head_dim=HEAD_DIM,
+            linear_num_key_heads=KEY_HEADS,
+            linear_num_value_heads=HEADS,
+            activation_func=F.silu,
             gdn_gated_output_norm_fusion=True,
         )
         self.fusion_binding = bind_layer(self.config, 1)
