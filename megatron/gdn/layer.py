@@ -32,6 +32,7 @@ from megatron.gdn.megatron_core_0_19 import (
     parameters_on_cpu_without_cuda,
     token_permutation_for_packed_context_parallel,
 )
+from megatron.gdn.norm_gradient import sum_norm_gradient
 from megatron.gdn.selection import bind_layer
 
 _CHECKPOINT = "_gdn_norm_out_checkpoint"
@@ -337,6 +338,7 @@ class GatedDeltaNet(CoreGatedDeltaNet):
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """The output norm's place in megatron-core's `_gated_norm_and_a2a`, as a stage."""
         norm = self.out_norm
+        sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
         out: Tensor = self.run_stage(
             "gated_output_norm",
             x=x,

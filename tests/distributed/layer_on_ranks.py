@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Gated DeltaNet layer split over ranks, beside the same layer whole on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from megatron.gdn import GatedDeltaNet, fusion_report, get_gated_delta_net_module_spec
+from tests.gdn.layer_support import make_config
+
+PRE = {"gdn_pre_gated_delta_rule_fusion": True}
+NORM = {"gdn_gated_output_norm_fusion": True}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]}
+
+SIZES = {
+    "hidden_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
+"""Two key heads to four tensor- and context-parallel ranks each; Hk != Hv, Dk != Dv."""
+
+DOCUMENTS = (8, 4, 12)
+"""Lengths of packed documents: megatron-core pads each to a multiple of twice the CP size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a layer is configured and called with."""
+
+    name: str
+    dtype: torch.dtype
+    options: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        layout = "packed" if self.packed else "dense"
+        precision = str(self.dtype).removeprefix("torch.")
+        suffix = "-sequence_parallel" if self.sequence_parallel else ""
+        return f"{self.name}-{precision}-{layout}{suffix}"
+
+
+class MarkedNorm:
+    """torch's RMSNorm for sequence parallelism, where megatron-core's own builder refuses it.
+
+    As Transformer Engine's norm, it marks its weight for megatron-core's reduction.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float) -> nn.RMSNorm:  # type: ignore[misc]
+        norm = nn.RMSNorm(hidden_size, eps, dtype=config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def start_layout(tp: int, cp: int) -> ProcessGroupCollection:
+    """Start megatron-core's parallel state; returns groups in which this rank is alone."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp
+    )
+    ranks = range(torch.distributed.get_world_size())
+    mine = [torch.distributed.new_group([rank]) for rank in ranks][torch.distributed.get_rank()]
+    return ProcessGroupCollection(tp=mine, cp=mine)
+
+
+def build(case: Case, groups: ProcessGroupCollection, sequence_parallel: bool) -> GatedDeltaNet:
+    """The layer of a case on the given groups; weights are filled in afterwards."""
+    tp, cp = groups.tp.size(), groups.cp.size()
+    config = make_config(
+        **SIZES,
+        params_dtype=case.dtype,
+        **({"fp16": True} if case.dtype == torch.float16 else {}),
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=sequence_parallel,
+        **case.options,
+    )
+    spec = get_gated_delta_net_module_spec(config)
+    if case.sequence_parallel:
+        spec = replace(spec, submodules=replace(spec.submodules, out_norm=MarkedNorm))
+    layer: GatedDeltaNet = build_module(
+        spec, config=config, layer_number=1, pg_collection=groups, conv_bias=True
+    )
+    return layer.to(case.dtype)
+
+
+def shard(layer: GatedDeltaNet, name: str, whole: Tensor) -> Tensor:
+    """This tensor-parallel rank's part of a parameter or gradient, cut as megatron-core does."""
+    size, rank = layer.tp_size, layer.tp_group.rank()
+    qkv = [layer.qk_dim, layer.qk_dim, layer.v_dim]
+    heads = layer.num_value_heads
+    if name == "out_norm.weight":
+        return whole
+    if name == "out_proj.weight":
+        return whole.chunk(size, dim=1)[rank]
+    sections = {
+        "in_proj.weight": [*qkv, layer.v_dim, heads, heads],
+        "conv1d.weight": qkv,
+        "conv1d.bias": qkv,
+    }.get(name, [heads])
+    return torch.cat([part.chunk(size)[rank] for part in whole.split(sections)])
+
+
+def tokens_of_rank(lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
+    """Positions of a context-parallel rank: chunks `rank` and `2*cp-1-rank` of each document."""
+    mine, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * cp)
+        mine += [chunks[rank], chunks[2 * cp - 1 - rank]]
+        start += length
+    return torch.cat(mine)
+
+
+def distinct_weights(layer: GatedDeltaNet) -> None:
+    """Fill a whole layer so that no two heads, channels or norm weights are alike."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+        layer.A_log.copy_(torch.linspace(-2.0, 1.0, len(layer.A_log)))
+        layer.dt_bias.copy_(torch.linspace(1.5, -1.0, len(layer.dt_bias)))
+        layer.out_norm.weight.copy_(torch.linspace(0.5, 1.5, len(layer.out_norm.weight)))
+
+
+def finalize_gradients(layer: GatedDeltaNet) -> None:
+    """megatron-core's own reduction over tensor-parallel ranks, and over context-parallel ones.
+
+    The latter is part of its data-parallel reduction (the group "dp_cp").
+    """
+    layer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    _allreduce_non_tensor_model_parallel_grads([layer], layer.config, layer.tp_group)
+    for parameter in layer.parameters():
+        torch.distributed.all_reduce(parameter.grad, group=layer.pg_collection.cp)
+
+
+def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
+    """Errors of the split layer's output and gradients against the whole layer's.
+
+    Returns:
+        By tensor, the largest difference relative to the largest value; and as `replicas`, how
+        far the gradients of the output norm differ between ranks.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    tp, cp = groups.tp.size(), groups.cp.size()
+    whole = build(case, alone, sequence_parallel=False)
+    distinct_weights(whole)
+    split = build(case, groups, sequence_parallel=case.sequence_parallel)
+    with torch.no_grad():
+        parameters = dict(split.named_parameters())
+        for name, parameter in whole.named_parameters():
+            parameters[name].copy_(shard(split, name, parameter))
+
+    lengths = DOCUMENTS if case.packed else (16,)
+    batch = 1 if case.packed else 2
+    packing = None
+    if case.packed:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+        packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends.clone())
+    torch.manual_seed(5)
+    shape = (sum(lengths), batch, SIZES["hidden_size"])
+    hidden, upstream = torch.randn(2, *shape).to(case.dtype)
+    mine = tokens_of_rank(lengths, cp, groups.cp.rank())
+    if case.sequence_parallel:
+        mine = mine.chunk(tp)[groups.tp.rank()]
+
+    x = hidden.clone().requires_grad_()
+    expected, _ = whole(x, None, packed_seq_params=packing)
+    expected.backward(upstream)
+    y = hidden[mine].clone().requires_grad_()
+    out, _ = split(y, None, packed_seq_params=packing)
+    out.backward(upstream[mine])
+    finalize_gradients(split)
+
+    def error(got: Tensor, wanted: Tensor) -> float:
+        assert got.shape == wanted.shape
+        difference = (got.double() - wanted.double()).abs().max()
+        return (difference / wanted.double().abs().max()).item()
+
+    errors = {"output": error(out, expected[mine]), "input": error(y.grad, x.grad[mine])}
+    for name, parameter in whole.named_parameters():
+        errors[name] = error(parameters[name].grad, shard(split, name, parameter.grad))
+    replicas = [torch.empty_like(split.out_norm.weight.grad) for _ in range(tp * cp)]
+    torch.distributed.all_gather(replicas, split.out_norm.weight.grad)
+    errors["replicas"] = max(error(replica, replicas[0]) for replica in replicas)
+    ran = {
+        name
+        for stage in ("pre_gated_delta_rule", "gated_output_norm")
+        for count in fusion_report(split).stage(stage)
+        for name in count.fused
+    }
+    assert ran == {
+        option.removeprefix("gdn_").removesuffix("_fusion")
+        for option in case.options
+        if option.startswith("gdn_")
+    }
+    return errors
+
+
+def compare_all(cases: list[Case], tp: int, cp: int) -> dict[str, dict[str, float]]:
+    """What every rank runs: the errors of every case."""
+    torch.compiler.set_stance("force_eager")
+    alone = start_layout(tp, cp)
+    # Where megatron-core gathers the sequence, it asks for a CUDA device.
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        return {str(case): compare(case, alone) for case in cases}
