@@ -43,6 +43,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
+from megatron.gdn.agreement import agree_on_fusions
 from megatron.gdn.arguments import add_gdn_fusion_args
 from megatron.gdn.config import TransformerConfig
 from megatron.gdn.megatron_core_0_19 import (
@@ -316,7 +317,11 @@ def add_args(parser: ArgumentParser) -> ArgumentParser:
 def main() -> None:
     """Parse megatron-core's flags and ours, and train."""
     args = parse_and_validate_args(extra_args_provider=add_args)
-    model_config = model_config_from_args(args)
+    model_config = agree_on_fusions(
+        lambda: model_config_from_args(args),
+        lambda built: built.transformer,
+        args.world_size,
+    )
     report = FirstStepReport()
     variant = ("--experimental-attention-variant", VARIANT, MEGATRON_CORE_VARIANT)
     with compiled_datasets_helpers(), rewritten_command_line(*variant):
