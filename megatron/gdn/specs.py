@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module specs that put our Gated DeltaNet layer into megatron-core's GPT model."""
+"""Module specs that put our Gated DeltaNet layer into megatron-core's models."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import functools
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -28,6 +30,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron.gdn.layer import GatedDeltaNet
 from megatron.gdn.variant import gdn_layer_numbers
+
+_LOCATIONS = tuple(
+    (module, CoreGatedDeltaNet.__name__)
+    for module in ("megatron.core.ssm.gated_delta_net", CoreGatedDeltaNet.__module__)
+)
+"""How a spec may name megatron-core's layer without importing it."""
 
 
 def get_gated_delta_net_module_spec(
@@ -87,7 +95,7 @@ def get_gdn_block_spec(
         block = get_transformer_block_with_experimental_attention_variant_spec(
             config, vp_stage=vp_stage, pp_rank=pp_rank
         )
-        return replace(block, layer_specs=[use_our_layer(spec) for spec in block.layer_specs])
+        return use_our_layer(block)
     backend = _local_backend(config)
     attention = get_gated_delta_net_module_spec(config, backend)
     # megatron-core's function refuses a variant: it knows none for local modules. We put ours in.
@@ -107,15 +115,58 @@ def get_gdn_block_spec(
     )
 
 
-def use_our_layer(spec: ModuleSpec) -> ModuleSpec:
-    """A copy of a transformer layer's spec with megatron-core's GDN layer replaced by ours.
+def use_our_layer[Spec](spec: Spec) -> Spec:
+    """Put our Gated DeltaNet layer in place of megatron-core's, wherever it is in a spec.
 
-    A spec whose attention is something else comes back as it is.
+    Nothing but the class is replaced: submodules, parameters and metainfo stay. A user's own
+    subclass of megatron-core's layer is left as it is.
+
+    Args:
+        spec: of a layer, a block or a hybrid stack; any nesting of `ModuleSpec`, dataclasses of
+            submodules, lists, tuples and dictionaries, and classes given bare, by location
+            (`(module, name)`) or in a `functools.partial`.
+
+    Returns:
+        A copy that shares all parts without a Gated DeltaNet layer with `spec`; `spec` itself if
+        it has none, as a pipeline stage or a layer of softmax attention may have.
     """
-    attention = getattr(spec.submodules, "self_attention", None)
-    if not isinstance(attention, ModuleSpec) or attention.module is not CoreGatedDeltaNet:
-        return spec
-    return _with_attention(spec, replace(attention, module=GatedDeltaNet))
+    swapped: Spec = _swapped(spec)
+    return swapped
+
+
+def _swapped(part: Any) -> Any:
+    if part is CoreGatedDeltaNet or (isinstance(part, tuple) and part in _LOCATIONS):
+        return GatedDeltaNet
+    if isinstance(part, functools.partial):
+        inside = [_swapped(part.func), _swapped(part.args), _swapped(part.keywords)]
+        if _same(inside, [part.func, part.args, part.keywords]):
+            return part
+        return functools.partial(inside[0], *inside[1], **inside[2])
+    if isinstance(part, dict):
+        values = [_swapped(value) for value in part.values()]
+        same = _same(values, part.values())
+        return part if same else dict(zip(part, values, strict=True))
+    if type(part) in (list, tuple):
+        items = [_swapped(item) for item in part]
+        return part if _same(items, part) else type(part)(items)
+    if is_dataclass(part) and not isinstance(part, type):
+        changed = {
+            field.name: new
+            for field in fields(part)
+            if (new := _swapped(old := getattr(part, field.name))) is not old
+        }
+        if not changed:
+            return part
+        # Not `replace`: it would leave out what a subclass's `__init__` does not take.
+        swapped = copy.copy(part)
+        for name, value in changed.items():
+            object.__setattr__(swapped, name, value)
+        return swapped
+    return part
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(new, old, strict=True))
 
 
 def _with_attention(spec: ModuleSpec, attention: ModuleSpec) -> ModuleSpec:
