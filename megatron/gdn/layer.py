@@ -51,6 +51,13 @@ def _refuse_second_order(_: Tensor) -> None:
 _NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
 
 
+def _stores_weight_minus_one(norm: Any) -> bool:
+    """Transformer Engine's RMSNorm says so in an attribute; other norms have none."""
+    if "zero_centered_gamma" in vars(norm) or hasattr(type(norm), "zero_centered_gamma"):
+        return bool(norm.zero_centered_gamma)
+    return False
+
+
 class GatedDeltaNet(CoreGatedDeltaNet):
     """A Gated DeltaNet layer whose stages can be fused.
 
@@ -337,14 +344,16 @@ class GatedDeltaNet(CoreGatedDeltaNet):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """The output norm's place in megatron-core's `_gated_norm_and_a2a`, as a stage."""
-        norm = self.out_norm
-        sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
+        # Host time counts here: nn.Module looks up a child, and misses an attribute, in Python.
+        norm = self._modules["out_norm"]
+        if self.tp_size > 1:
+            sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
         out: Tensor = self.run_stage(
             "gated_output_norm",
             x=x,
             gate=gate,
             weight=getattr(norm, "weight", None),
             eps=getattr(norm, "eps", None),
-            zero_centered_gamma=getattr(norm, "zero_centered_gamma", False),
+            zero_centered_gamma=_stores_weight_minus_one(norm),
         )
         return out

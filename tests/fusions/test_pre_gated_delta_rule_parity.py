@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -556,6 +557,15 @@ def test_rows_near_zero(scale: float) -> None:
 
 
 REFUSED = {
+    "zero_key_heads": ({"num_key_heads": 0}, "num_key_heads=0"),
+    "no_value_heads": ({"num_value_heads": 0}, "num_value_heads=0"),
+    "negative_head_dim": ({"key_head_dim": -2}, "key_head_dim=-2"),
+    "float_head_dim": ({"value_head_dim": 8.5}, "value_head_dim=8.5"),
+    "bool_heads": ({"num_key_heads": True}, "num_key_heads=True"),
+    "numpy_heads": ({"num_key_heads": np.int64(1)}, r"num_key_heads=np.int64\(1\)"),
+    "text_heads": ({"num_key_heads": "1"}, "num_key_heads='1'"),
+    "no_heads": ({"num_key_heads": None}, "num_key_heads=None"),
+    "l2norm_text": ({"use_qk_l2norm": "no"}, "use_qk_l2norm='no'"),
     "channels": (
         {"qkvzba": torch.zeros(3, 1, 53)},
         "53 projection channels where the heads make 52",

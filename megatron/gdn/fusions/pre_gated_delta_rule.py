@@ -1072,9 +1072,11 @@ def _launch(kernel: Any, programs: int, tensor: Tensor, *args: Any, **options: A
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides with zeros for dimensions of size one, whose stride means nothing."""
+    strides = tensor.stride()
+    if 1 not in tensor.shape:
+        return strides
     return tuple(
-        0 if size == 1 else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True)
     )
 
 
@@ -1136,7 +1138,10 @@ def _launch_forward(
     heads, device, dtype = sizes.num_value_heads, qkvzba.device, qkvzba.dtype
     q = torch.empty((batch, length, heads, sizes.key_head_dim), dtype=dtype, device=device)
     k = torch.empty_like(q)
-    v = torch.empty((batch, length, heads, sizes.value_head_dim), dtype=dtype, device=device)
+    if sizes.value_head_dim == sizes.key_head_dim:
+        v = torch.empty_like(q)
+    else:
+        v = torch.empty((batch, length, heads, sizes.value_head_dim), dtype=dtype, device=device)
     beta = torch.empty((batch, length, heads), dtype=torch.float32, device=device)
     g = torch.empty_like(beta)
     stride_s, stride_b, _ = _strides(qkvzba)
@@ -1293,16 +1298,34 @@ def projection_problems(
     num_value_heads: int,
     key_head_dim: int,
     value_head_dim: int,
+    use_qk_l2norm: bool,
 ) -> list[str]:
-    """Precondition: the channels of the projection and of the convolution fit the heads."""
-    sizes = HeadSizes(num_key_heads, num_value_heads, key_head_dim, value_head_dim)
+    """Precondition: sizes are positive ints, and the channels of projection and convolution fit.
+
+    Nothing but an int may pass: sizes are keys of caches and compile-time arguments of the kernels,
+    and a numpy integer is equal to the int whose place it would take there.
+    """
+    sizes = {
+        "num_key_heads": num_key_heads,
+        "num_value_heads": num_value_heads,
+        "key_head_dim": key_head_dim,
+        "value_head_dim": value_head_dim,
+    }
+    odd = [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+    if type(use_qk_l2norm) is not bool:
+        odd.append(f"use_qk_l2norm={use_qk_l2norm!r}")
+    if odd:
+        return [", ".join(odd)]
+    key_channels = 2 * num_key_heads * key_head_dim
+    value_channels = num_value_heads * value_head_dim
+    conv_channels = key_channels + value_channels
+    channels = conv_channels + value_channels + 2 * num_value_heads
     found = []
-    if qkvzba.ndim == 3 and qkvzba.shape[2] != sizes.channels:
-        found.append(f"{qkvzba.shape[2]} projection channels where the heads make {sizes.channels}")
-    if conv_weight.ndim == 3 and conv_weight.shape[0] != sizes.conv_channels:
+    if qkvzba.ndim == 3 and qkvzba.shape[2] != channels:
+        found.append(f"{qkvzba.shape[2]} projection channels where the heads make {channels}")
+    if conv_weight.ndim == 3 and conv_weight.shape[0] != conv_channels:
         found.append(
-            f"{conv_weight.shape[0]} convolution channels where the heads make "
-            f"{sizes.conv_channels}"
+            f"{conv_weight.shape[0]} convolution channels where the heads make {conv_channels}"
         )
     return found
 
@@ -1341,10 +1364,13 @@ class _PreGatedDeltaRule(torch.autograd.Function):
         # A view made here is an output like the others to autograd: its gradient arrives in
         # backward, which writes it to its place, where slicing outside would cost a zero-filled
         # projection and an addition. Writing to the gate in place is an error, as it must be.
-        gate = (
-            qkvzba.narrow(2, sizes.conv_channels, sizes.gate_channels)
-            .unflatten(2, (sizes.num_value_heads, sizes.value_head_dim))
-            .transpose(0, 1)
+        # One view operation instead of three, which cost as much as a kernel launch.
+        length, batch, _ = qkvzba.shape
+        stride_s, stride_b, _ = qkvzba.stride()
+        gate = qkvzba.as_strided(
+            (batch, length, sizes.num_value_heads, sizes.value_head_dim),
+            (stride_b, stride_s, sizes.value_head_dim, 1),
+            qkvzba.storage_offset() + sizes.conv_channels,
         )
         ctx.save_for_backward(qkvzba, *parameters, lookback)
         ctx.sizes = sizes

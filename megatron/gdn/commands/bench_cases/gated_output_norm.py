@@ -121,6 +121,7 @@ class _LayerWithOneStage(_NormAndActivation):
             activation_func=F.silu,
             gdn_gated_output_norm_fusion=True,
         )
+        self.tp_size = 1
         self.fusion_binding = bind_layer(self.config, 1)
 
 
