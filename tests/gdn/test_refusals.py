@@ -60,6 +60,22 @@ def test_gelu_when_the_layer_is_built() -> None:
     expect(found, "activation to be silu or swish", "'gelu'")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deterministic_mode": True}, "deterministic_mode=False, got True"),
+        ({"activation_func": F.gelu}, "activation to be silu or swish, got 'gelu'"),
+    ],
+    ids=["deterministic", "gelu"],
+)
+def test_the_stage_before_the_recurrence(changes: dict[str, Any], message: str) -> None:
+    option = "gdn_pre_gated_delta_rule_fusion"
+    with pytest.raises(FusionUnsupportedError) as found:
+        make_layer(make_config(**{option: True}, **changes))
+    assert f"{option} requires {message}" in str(found.value)
+    assert "disable the option to run unfused" in str(found.value)
+
+
 def test_layer_norm_when_the_layer_is_built() -> None:
     with pytest.raises(FusionUnsupportedError) as found:
         make_layer(make_config(**FUSED, normalization="LayerNorm"))
