@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron.gdn import GatedDeltaNet, fusion_report, get_gated_delta_net_module_spec
+from megatron.gdn.norm_gradient import sum_norm_gradient
 from tests.gdn.layer_support import make_config
 
 PRE = {"gdn_pre_gated_delta_rule_fusion": True}
@@ -218,3 +220,34 @@ def compare_all(cases: list[Case], tp: int, cp: int) -> dict[str, dict[str, floa
     # Where megatron-core gathers the sequence, it asks for a CUDA device.
     with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
         return {str(case): compare(case, alone) for case in cases}
+
+
+def norm_gradient_of_one_rank_each() -> dict[str, list[float]]:
+    """The gradient of a norm weight to which rank r contributes r + 1 in each of two backwards."""
+    start_layout(torch.distributed.get_world_size(), 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    mine = float(torch.distributed.get_rank() + 1)
+    config = SimpleNamespace(sequence_parallel=False)
+
+    def accumulated(weight: nn.Parameter) -> list[float]:
+        for _ in range(2):
+            sum_norm_gradient([weight], config, group)
+            # Used twice in one backward, as by a layer that is called twice.
+            (weight * mine / 4 + weight * mine * 3 / 4).sum().backward()
+        return weight.grad.tolist()
+
+    first = nn.Parameter(torch.ones(2))
+    found = {"two_backwards": accumulated(first)}
+    # Copied, as a module is: hooks are not copied along.
+    found["copied_parameter"] = accumulated(copy.deepcopy(first))
+    marked = nn.Parameter(torch.ones(2))
+    marked.sequence_parallel = True
+    found["marked_but_off"] = accumulated(marked)
+    marked = nn.Parameter(torch.ones(2))
+    marked.sequence_parallel = True
+    config.sequence_parallel = True
+    found["left_to_megatron_core"] = accumulated(marked)
+    found["unmarked"] = accumulated(nn.Parameter(torch.ones(2)))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    sum_norm_gradient([frozen], config, group)
+    return found

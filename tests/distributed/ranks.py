@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
+import os
 import pickle
 import socket
 import tempfile
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _PRELOADED = ["tests.distributed.layer_on_ranks", "megatron.gdn.fusions.pre_gated_delta_rule"]
 
@@ -67,15 +69,18 @@ def _launch(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        # The server imports before it forks the first rank.
-        first = context.Process(target=_nothing)
-        first.start()
-        first.join()
+        # The server imports before it forks the first rank, and keeps the environment that it
+        # starts with: also on a host with GPUs these are ranks on the CPU.
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
+            first = context.Process(target=_nothing)
+            first.start()
+            first.join()
         ranks = [
             context.Process(
                 target=_run_rank,
                 args=(start, function, args, rank, world_size, port, folder, timeout),
-                daemon=True,
+                # Not daemons: megatron-core's checkpoint writer starts a process of its own.
+                daemon=False,
             )
             for rank in range(world_size)
         ]
@@ -119,8 +124,6 @@ def _run_rank(
     folder: str,
     timeout: float,
 ) -> None:
-    import os
-
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

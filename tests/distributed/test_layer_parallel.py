@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
 
-from tests.distributed.layer_on_ranks import NORM, PRE, RECOMPUTE, Case, compare_all
-from tests.distributed.ranks import start_ranks
+from tests.distributed.layer_on_ranks import (
+    NORM,
+    PRE,
+    RECOMPUTE,
+    Case,
+    compare_all,
+    norm_gradient_of_one_rank_each,
+)
+from tests.distributed.ranks import RankError, start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -56,3 +64,33 @@ def test_layer_equals_the_whole_layer(tp: int, cp: int) -> None:
         if not error <= allowed
     ]
     assert not failures, "\n".join(failures)
+
+
+def test_the_norm_gradient_is_summed_once() -> None:
+    """1 + 2 in each backward; what megatron-core adds up itself, later, is left alone."""
+    for rank, found in enumerate(start_ranks(norm_gradient_of_one_rank_each, 2)):
+        assert found.pop("left_to_megatron_core") == [2.0 * (rank + 1)] * 2
+        assert found == {case: [6.0, 6.0] for case in found}
+        assert len(found) == 4
+
+
+def raise_on_one_rank(rank: int) -> None:
+    if torch.distributed.get_rank() == rank:
+        raise ValueError(f"rank {rank} has had enough")
+    torch.distributed.barrier()
+
+
+def test_a_rank_that_raises_ends_the_launch() -> None:
+    with pytest.raises(RankError, match="rank 1 has had enough"):
+        start_ranks(raise_on_one_rank, 2, 1)
+
+
+def wait_for_ever() -> None:
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.barrier()
+    threading.Event().wait()
+
+
+def test_a_hang_ends_and_shows_where() -> None:
+    with pytest.raises(RankError, match="wait_for_ever"):
+        start_ranks(wait_for_ever, 2, timeout=3.0)
