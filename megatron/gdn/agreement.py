@@ -150,21 +150,28 @@ def _disagreement(answers: list[Mapping[str, str]]) -> str | None:
         return None
     subjects = dict.fromkeys(subject for answer in answers for subject in answer)
     refused = any(_REFUSES in answer for answer in answers)
-    lines = ["ranks disagree about the fusions of this run, so that it would hang:"]
+    same: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for subject in [_REFUSES] if refused else subjects:
         said: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             absent = "accepted" if subject == _REFUSES else "nothing selected"
             said.setdefault(answer.get(subject, absent), []).append(rank)
         if len(said) > 1:
-            lines.append(f"  {subject}")
-            lines += [f"    {_ranks(ranks)}: {what}" for what, ranks in said.items()]
+            found = tuple((_few("rank", ranks), what) for what, ranks in said.items())
+            same.setdefault(found, []).append(subject)
+    lines = ["ranks disagree about the fusions of this run, so that it would hang:"]
+    for found, about in same.items():
+        lines.append(f"  {'; '.join(about[:4])}{_more(about)}")
+        lines += [f"    {who}: {what}" for who, what in found]
     lines.append("give every rank the same flags, fusion config file and packages")
     return "\n".join(lines)
 
 
-def _ranks(ranks: list[int]) -> str:
-    """Ranks for a message: all of few, the first of many."""
-    shown = ", ".join(map(str, ranks[:4]))
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+def _few(noun: str, numbers: list[int]) -> str:
+    """Numbers for a message: all of few, the first of many."""
+    plural = "" if len(numbers) == 1 else "s"
+    return f"{noun}{plural} {', '.join(map(str, numbers[:4]))}{_more(numbers)}"
+
+
+def _more(items: list[Any]) -> str:
+    return f" and {len(items) - 4} more" if len(items) > 4 else ""
