@@ -311,15 +311,21 @@ def compiled_kernels() -> int:
     return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 
 
-def test_new_lengths_and_packings_compile_nothing() -> None:
-    make(batch=2, length=64).forward_backward()
-    make(batch=1, length=64, documents=[60, 4]).forward_backward()
+# 100 channels in the second and head sizes in the third are no multiples of the 8 of a vector.
+@pytest.mark.parametrize(
+    "sizes",
+    [TARGET, TINY, HeadSizes(1, 1, 20, 3)],
+    ids=lambda s: "hk{}-hv{}-dk{}-dv{}".format(*s[:4]),
+)
+def test_new_lengths_and_packings_compile_nothing(sizes: HeadSizes) -> None:
+    make(sizes, batch=2, length=64).forward_backward()
+    make(sizes, batch=1, length=64, documents=[60, 4]).forward_backward()
     before = compiled_kernels()
     for step in range(20):
         length = (1, 2, 3, 16, 17, 127, 500, 1024, 2049, 5000)[step % 10] + step
-        make(batch=1 + step % 4, length=length).forward_backward()
+        make(sizes, batch=1 + step % 4, length=length).forward_backward()
         documents = random_documents(length, seed=step, longest=2 + length // 2)
-        make(batch=1, length=length, documents=documents).forward_backward()
+        make(sizes, batch=1, length=length, documents=documents).forward_backward()
     assert compiled_kernels() == before
 
 

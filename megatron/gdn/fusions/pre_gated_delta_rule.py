@@ -1080,6 +1080,15 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     )
 
 
+def _vector(tensor: Tensor, strides: tuple[int, ...], row: int) -> int:
+    """Elements, 16 bytes at most, of which the strides between the rows are multiples.
+
+    Where no stride tells, as with one row alone, it is what contiguous rows of this size would
+    give: the kernels compile anew for another value, and one token must not be a case of its own.
+    """
+    return math.gcd(*strides, 0 if any(strides) else row, _VECTOR_BYTES // tensor.element_size())
+
+
 @functools.lru_cache(maxsize=1024)
 def _shared_constants(sizes: HeadSizes, width: int, config: LaunchConfig) -> dict[str, Any]:
     """Compile-time arguments that both large kernels take; the callers must not modify them."""
@@ -1145,7 +1154,7 @@ def _launch_forward(
     beta = torch.empty((batch, length, heads), dtype=torch.float32, device=device)
     g = torch.empty_like(beta)
     stride_s, stride_b, _ = _strides(qkvzba)
-    vector = math.gcd(stride_s, stride_b, _VECTOR_BYTES // qkvzba.element_size())
+    vector = _vector(qkvzba, (stride_s, stride_b), sizes.channels)
     _launch(
         _pre_gated_delta_rule_forward_kernel,
         config.slots * batch * -(-length // config.chunk),
@@ -1214,10 +1223,14 @@ def _launch_backward(
     )
     dy_vector = 1
     if unit_stride:
-        outer = (step for stride in wide_strides for step in stride[:3])
-        dy_vector = math.gcd(*outer, _VECTOR_BYTES // qkvzba.element_size())
+        dy_vector = math.gcd(
+            *(
+                _vector(qkvzba, stride[:3], grad.shape[3])
+                for stride, grad in zip(wide_strides, wide, strict=True)
+            )
+        )
     stride_s, stride_b, _ = _strides(qkvzba)
-    x_vector = math.gcd(stride_s, stride_b, _VECTOR_BYTES // qkvzba.element_size())
+    x_vector = _vector(qkvzba, (stride_s, stride_b), sizes.channels)
 
     columns = sizes.conv_channels * (width * need_weight + need_bias) + 2 * heads * need_decay
     parts = batch * -(-length // config.chunk)
@@ -1375,8 +1388,15 @@ class _PreGatedDeltaRule(torch.autograd.Function):
         ctx.save_for_backward(qkvzba, *parameters, lookback)
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(gate, beta)
+        # What depends on frozen inputs alone: torch would take every output to need a gradient.
+        need_x, need_weight, need_bias, need_a_log, need_dt_bias = ctx.needs_input_grad[:5]
+        if not need_x:
+            frozen = [gate, beta]
+            if not (need_weight or need_bias):
+                frozen += [q, k, v]
+            if not (need_a_log or need_dt_bias):
+                frozen.append(g)
+            ctx.mark_non_differentiable(*frozen)
         return q, k, v, gate, beta, g
 
     @staticmethod
