@@ -354,7 +354,7 @@ def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Ca
         raise _wrong(fusion, f"needs {reason}")
     try:
         implementation: Callable[..., Any] = import_object(declaration.implementation)
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while imported
         raise _wrong(
             fusion,
             f"cannot import {declaration.implementation}, which is broken here: "

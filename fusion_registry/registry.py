@@ -260,6 +260,17 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
     except ValidationError as error:
         raise FusionConfigError(*_schema_problems(error, source)) from None
     problems = list(_contract_problems(parsed, source, catalogue))
+    if kind == "plug-in":
+        # What is installed must never change what a flag of the run means.
+        problems += [
+            source.problem(
+                ("fusions", index, "option"),
+                f"a plug-in may not bind {item.name!r} to the option {item.option}; leave `option` "
+                "out, and users select it by name",
+            )
+            for index, item in enumerate(parsed.fusions)
+            if item.option is not None
+        ]
     if problems:
         raise FusionConfigError(*problems)
     return (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class TransformerConfig(CoreTransformerConfig):
                 "write ('name',) for one"
             )
         self.gdn_fusions = tuple(names)
-        if self.gdn_fusion_config is not None:
+        file = self.gdn_fusion_config
+        if file is not None:
+            if not isinstance(file, str | os.PathLike) or not str(file):
+                raise FusionConfigError(
+                    f"gdn_fusion_config must name a YAML file, got {file!r}; leave it out for none"
+                )
             # Every layer reads it again, perhaps from another working directory.
-            self.gdn_fusion_config = str(Path(self.gdn_fusion_config).absolute())
+            self.gdn_fusion_config = str(Path(file).absolute())

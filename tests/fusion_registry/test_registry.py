@@ -276,6 +276,11 @@ BROKEN = {
     "unknown-stage": (RESOURCE, document(declaration("broken", stage="loan")), "unknown stage"),
     "unknown-key": (RESOURCE, document(declaration("broken", speed="high")), "unknown key 'speed'"),
     "selects": (RESOURCE, "select: [{stage: lone, fusions: off}]", "it may not select them"),
+    "takes-an-option": (
+        RESOURCE,
+        document(declaration("broken", option="use_other")),
+        "a plug-in may not bind 'broken' to the option use_other",
+    ),
     "duplicate-name": (
         RESOURCE,
         document(declaration("built_in_lone")),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the parts of `megatron.gdn.pretrain` on a CPU: flags, model, data, batches, loss, report.
 
-megatron-core's loop itself insists on CUDA (tests/gpu/test_pretrain_gpu.py runs it). Prints one line of
-JSON per microbatch, and what the entry point prints.
+megatron-core's loop itself insists on CUDA (tests/gpu/test_pretrain_gpu.py runs it). Prints one
+line of JSON per microbatch, and what the entry point prints.
 
     python pretrain_on_cpu.py <megatron-core flags>
 """

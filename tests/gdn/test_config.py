@@ -126,8 +126,10 @@ def test_a_hybrid_model_sets_no_variant() -> None:
             "gdn_fusions: unknown fusion 'gated_output_nrom'; did you mean 'gated_output_norm'?",
         ),
         ({"gdn_fusion_config": "no/such/file.yaml"}, "no/such/file.yaml: cannot be read"),
+        ({"gdn_fusion_config": 3}, "gdn_fusion_config must name a YAML file, got 3"),
+        ({"gdn_fusion_config": ""}, "gdn_fusion_config must name a YAML file, got ''"),
     ],
-    ids=["not_bool", "text", "numbers", "unknown", "no_file"],
+    ids=["not_bool", "text", "numbers", "unknown", "no_file", "file_number", "file_empty"],
 )
 def test_bad_fields(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FusionConfigError) as found:

@@ -125,6 +125,15 @@ def test_mistakes_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
+def test_a_wrong_selection_in_a_file_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "typo.yaml"
+    file.write_text("select:\n  - {stage: gated_output_norm, fusions: [gated_output_nrm]}\n")
+    assert main(["--config", str(file), "--declared-only"]) == 2
+    assert "typo.yaml:2: unknown fusion 'gated_output_nrm'; did you mean" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
 def test_without_torch(flags: list[str]) -> None:
     done = subprocess.run(

@@ -17,7 +17,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fusion_registry import FusionConfigError, Machine, Registry, load_registry, unavailable
+from fusion_registry import (
+    FusionConfigError,
+    Machine,
+    Registry,
+    load_registry,
+    select,
+    unavailable,
+)
 from fusion_registry.contracts import StageContract
 from fusion_registry.json_schema import declaration_file_schema
 from fusion_registry.registry import RegisteredFusion, default_catalogue
@@ -224,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         registry = load_registry(args.config)
+        select(registry, ()).for_layer(None)
         machine = None if args.declared_only else Machine.here()
         described = describe_registry(registry, machine, args.stage)
     except FusionConfigError as error:

@@ -75,7 +75,7 @@ class JudgedRule:
         """What refuses, None when the rule holds; an exception of a predicate refuses too."""
         try:
             verdict: str | None = self.judge(inputs, layer)
-        except Exception as error:  # a predicate may raise anything
+        except (Exception, SystemExit) as error:  # a predicate may raise anything
             return f"{type(error).__name__}: {error}"
         return verdict
 
@@ -136,7 +136,7 @@ class Fitter:
         for item in self.rules:
             try:
                 found = item.judge(inputs, layer)
-            except Exception:
+            except (Exception, SystemExit):
                 # A predicate that wrongly reads contents, which another check will tell, or one
                 # that crashes on such a call.
                 found = item.found(make_inputs(self.contract, setting, "cpu"), layer)

@@ -118,7 +118,7 @@ class Refuser:
 def _verdict(item: JudgedRule, call: Call) -> str | None:
     try:
         found: str | None = item.judge(call.inputs, call.layer)
-    except Exception:  # a predicate may raise anything
+    except (Exception, SystemExit):  # a predicate may raise anything
         return None
     return found
 
@@ -136,6 +136,6 @@ def _refusal_problems(rule: Precondition, what: str, act: Any) -> list[str]:
         return [f"{what} was refused without this rule among the reasons: {codes}"]
     except _ItRan:
         return [f"{what} was not refused: the implementation would have run"]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [f"{what} crashed instead of being refused: {type(error).__name__}: {error}"]
     return [f"{what} was not refused"]

@@ -89,7 +89,7 @@ def _contained(run: Callable[[], Result]) -> Result:
         return Result(Verdict.UNCHECKED, str(error))
     except ContractBroken as error:
         return Result(Verdict.FAILED, str(error))
-    except Exception as error:  # an implementation may raise anything
+    except (Exception, SystemExit) as error:  # an implementation may raise anything
         return Result(Verdict.FAILED, f"{type(error).__name__}: {error}")
 
 
@@ -199,7 +199,7 @@ class ExaminedFusion:
         path = self.declaration.implementation
         try:
             implementation = import_object(path)
-        except Exception as error:  # a module may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
             return Result(Verdict.FAILED, f"cannot import {path}: {type(error).__name__}: {error}")
         return Result.of_problems([] if callable(implementation) else [f"{path} is not callable"])
 
@@ -224,7 +224,7 @@ class ExaminedFusion:
                 continue
             try:
                 item.judge(inputs, call.layer)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 problems.append(
                     f"{item.rule.code} cannot be judged on meta tensors: "
                     f"{type(error).__name__}: {error}"
@@ -303,7 +303,7 @@ class ExaminedFusion:
             raise Unchecked(f"no inputs are known for the stage {self.contract.name}")
         try:
             return Fitter(self.contract, self.declaration.preconditions)
-        except Exception as error:  # the module of a predicate may raise anything
+        except (Exception, SystemExit) as error:  # the module of a predicate may raise anything
             raise Unchecked(
                 f"a precondition is broken here: {type(error).__name__}: {error}"
             ) from error
