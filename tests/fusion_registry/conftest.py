@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("few", max_examples=300, derandomize=True, deadline=None, database=None)
-settings.register_profile("many", max_examples=3000, deadline=None, database=None)
+settings.register_profile("many", max_examples=2500, deadline=None, database=None)
 
 
 @pytest.fixture
