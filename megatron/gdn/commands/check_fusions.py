@@ -8,12 +8,9 @@ megatron-core are imported inside functions: the interpreter has to be switched 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion_registry import FusionConfigError, Machine, Registry, load_registry
+from megatron.gdn.commands.terminal import without_package_noise
 from megatron.gdn.environment import use_triton_interpreter
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 PASSED, FAILED, MISTAKE, UNCHECKED = 0, 1, 2, 3
 """Exit statuses; `main` says what they mean."""
 
-_NOISY_LOGGERS = ("megatron", "torch.utils.cpp_extension", "torch.distributed")
 _STYLES = {"failed": "bold red", "not checked": "yellow", "not generated": "yellow"}
 
 
@@ -129,22 +126,6 @@ def _print_all(fusion: CheckedFusion, console: Console) -> None:
     console.print(f"{fusion.name}: {counts}\n")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Spare the reader what megatron-core, FLA and torch say about packages that nothing uses."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
 def _prepare_machine() -> str:
     """Switch the interpreter on where there is no CUDA; returns the name of the machine."""
     import torch
@@ -180,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print plain data")
     args = parser.parse_args(argv)
-    with _quiet():
+    with without_package_noise():
         try:
             # Before the registry: a plug-in may import triton while it is registered.
             machine = _prepare_machine()

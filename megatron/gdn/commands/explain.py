@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from rich.text import Text
 from fusion_registry import Machine
 from fusion_registry.machine import FIXTURE_MACHINES
 from megatron.gdn.arguments import add_gdn_fusion_args
+from megatron.gdn.commands.terminal import printed_text
 from megatron.gdn.planning.plan import RunPlan
 
 _MOMENTS = {
@@ -177,10 +179,7 @@ def as_text(described: dict[str, Any], width: int | None) -> str:
         described: see `describe_plan`.
         width: columns; None takes the terminal's, with its colours.
     """
-    console = Console(highlight=False, markup=False, width=width)
-    with console.capture() as captured:
-        _print(described, console)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return printed_text(partial(_print, described), width)
 
 
 def _parser() -> argparse.ArgumentParser:

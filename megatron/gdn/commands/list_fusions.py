@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -28,6 +29,7 @@ from fusion_registry import (
 from fusion_registry.contracts import StageContract
 from fusion_registry.json_schema import declaration_file_schema
 from fusion_registry.registry import RegisteredFusion, default_catalogue
+from megatron.gdn.commands.terminal import printed_text
 
 
 def enabled_by(fusion: RegisteredFusion) -> str:
@@ -161,10 +163,7 @@ def as_text(described: dict[str, Any], width: int | None) -> str:
         described: see `describe_registry`.
         width: columns; None takes the terminal's, with its colours.
     """
-    console = Console(highlight=False, markup=False, width=width)
-    with console.capture() as captured:
-        _print(described, console)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return printed_text(partial(_print, described), width)
 
 
 def _print(described: dict[str, Any], console: Console) -> None:

@@ -11,15 +11,14 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_registry import FusionUnsupportedError, Registry, load_registry
+from megatron.gdn.commands.terminal import without_package_noise
 from megatron.gdn.environment import use_triton_interpreter
 from megatron.gdn.stages import OPTIONS
 from megatron.gdn.tiny_training.corpus import Corpus, read_file, read_standard_library
@@ -40,7 +39,6 @@ steps: the largest of fifty FP16 steps on a CPU was 0.023."""
 
 PLOT = "tiny_training_loss.png"
 _TOKEN_BY_TOKEN_OPTION = "gdn_pre_gated_delta_rule_fusion"
-_NOISY_LOGGERS = ("megatron", "torch.utils.cpp_extension", "torch.distributed")
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
-    with _quiet():
+    with without_package_noise():
         try:
             setting = _setting(arguments)
         except ValueError as error:
@@ -193,22 +191,6 @@ def _size(
         if getattr(arguments, name) is not None
     }
     return replace(size, **given)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Spare the reader what megatron-core, FLA and torch say about packages that nothing uses."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def _device() -> torch.device:
