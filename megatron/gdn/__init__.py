@@ -11,25 +11,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.gdn.agreement import agree_on_fusions
     from megatron.gdn.config import TransformerConfig
     from megatron.gdn.layer import GatedDeltaNet
     from megatron.gdn.report import fusion_report
-    from megatron.gdn.specs import get_gated_delta_net_module_spec, get_gdn_block_spec
+    from megatron.gdn.specs import (
+        get_gated_delta_net_module_spec,
+        get_gdn_block_spec,
+        use_our_layer,
+    )
 
 _HOME = {
     "GatedDeltaNet": "megatron.gdn.layer",
     "TransformerConfig": "megatron.gdn.config",
+    "agree_on_fusions": "megatron.gdn.agreement",
     "fusion_report": "megatron.gdn.report",
     "get_gated_delta_net_module_spec": "megatron.gdn.specs",
     "get_gdn_block_spec": "megatron.gdn.specs",
+    "use_our_layer": "megatron.gdn.specs",
 }
 
 __all__ = [
     "GatedDeltaNet",
     "TransformerConfig",
+    "agree_on_fusions",
     "fusion_report",
     "get_gated_delta_net_module_spec",
     "get_gdn_block_spec",
+    "use_our_layer",
 ]
 
 

@@ -25,6 +25,7 @@ from megatron.core.utils import deprecate_inference_params, nvtx_range_pop, nvtx
 from torch import Tensor
 
 from fusion_registry import ProfilerRange
+from megatron.gdn.forward_pre_hooks import has_forward_pre_hooks, run_forward_pre_hooks
 from megatron.gdn.megatron_core_0_19 import (
     CoreGatedDeltaNet,
     head_permutation_for_context_parallel,
@@ -134,6 +135,10 @@ class GatedDeltaNet(CoreGatedDeltaNet):
             FusionUnsupportedError: a fusion is bound and cannot serve this call.
         """
         return self.fusion_binding.run(stage, self, inputs)
+
+    def _is_fused(self, stage: str) -> bool:
+        """Whether a fusion is bound to a stage, so that its unfused code never runs."""
+        return bool(self.fusion_binding.stages[stage].candidates)
 
     def forward(
         self,
@@ -254,6 +259,13 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         self, qkvzba: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The recurrence's output and the gate, both `[b, s, Hv, Dv]`, from the projection."""
+        # The convolution is never called as a module, fused or not: its weight is a stage's input.
+        conv1d = self._modules["conv1d"]
+        if has_forward_pre_hooks(conv1d) and run_forward_pre_hooks(conv1d, qkvzba) is not qkvzba:
+            raise ValueError(
+                "a forward pre-hook of conv1d must leave its input as it is, got another; the "
+                "convolution runs as part of a stage. Put the hook on the layer"
+            )
         q, k, v, gate, beta, g = self.run_stage(
             "pre_gated_delta_rule", qkvzba=qkvzba, **self._pre_parameters(), cu_seqlens=cu_seqlens
         )
@@ -348,6 +360,9 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         norm = self._modules["out_norm"]
         if self.tp_size > 1:
             sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
+        # The unfused code calls the norm, and so its hooks.
+        if has_forward_pre_hooks(norm) and self._is_fused("gated_output_norm"):
+            x = run_forward_pre_hooks(norm, x.reshape(-1, x.shape[-1])).reshape(x.shape)
         out: Tensor = self.run_stage(
             "gated_output_norm",
             x=x,

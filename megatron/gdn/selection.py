@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fusion_registry import (
@@ -16,8 +17,13 @@ from fusion_registry import (
     load_registry,
     select,
 )
+from fusion_registry.selection import Claim
 from megatron.gdn.stages import OPTIONS
 from megatron.gdn.variant import gdn_layer_numbers
+
+_RESOLVED = "_gdn_resolved_fusions"
+"""Attribute of a configuration that keeps its `_Resolved`; no field, so that `replace`, `asdict`
+and comparisons do not see it."""
 
 
 def requests_fusions(config: Any) -> bool:
@@ -45,8 +51,68 @@ def fusion_requests(config: Any, registry: Registry) -> list[Request]:
     return requests
 
 
+class _Resolved:
+    """What the fusion fields of one configuration mean, found once for all its layers.
+
+    It is kept on the configuration, and used only while the fields still have the values that it
+    was found for: no state is shared by two configurations.
+
+    Args:
+        fields: values of the fusion fields.
+        selection: what they select.
+    """
+
+    def __init__(self, fields: tuple[Any, ...], selection: Selection) -> None:
+        self.fields = fields
+        self.selection = selection
+        self._claims: dict[int | None, Mapping[str, Claim]] = {}
+        self._first: dict[tuple[int, ...], dict[str, int]] = {}
+
+    def __deepcopy__(self, _: Any) -> _Resolved:
+        # Immutable but for what it remembers, and megatron-core copies configurations deeply.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process may have other packages: it resolves for itself.
+        return type(None), ()
+
+    def claims(self, layer: int | None) -> Mapping[str, Claim]:
+        """As `Selection.for_layer`."""
+        if layer not in self._claims:
+            self._claims[layer] = self.selection.for_layer(layer)
+        return self._claims[layer]
+
+    def first_layer(self, layers: tuple[int, ...]) -> Mapping[str, int]:
+        """For each fusion that one of `layers` selects, the lowest such layer."""
+        if layers not in self._first:
+            self._first[layers] = first = {}
+            for number in sorted(layers, reverse=True):
+                for claim in self.claims(number).values():
+                    first.update(dict.fromkeys(claim.candidates, number))
+        return self._first[layers]
+
+
+def _resolved(config: Any) -> _Resolved:
+    path = getattr(config, "gdn_fusion_config", None)
+    fields = (
+        *(bool(getattr(config, option, False)) for option in OPTIONS),
+        tuple(getattr(config, "gdn_fusions", ())),
+        path,
+    )
+    known = vars(config).get(_RESOLVED)
+    if isinstance(known, _Resolved) and known.fields == fields:
+        return known
+    registry = load_registry([path] if path else [])
+    resolved = _Resolved(fields, select(registry, fusion_requests(config, registry)))
+    setattr(config, _RESOLVED, resolved)
+    return resolved
+
+
 def select_fusions(config: Any) -> Selection:
     """The validated selection of a configuration.
+
+    Declarations and the config file are read once, when the configuration is built, and again only
+    when a fusion field has changed since.
 
     Args:
         config: `megatron.gdn.TransformerConfig`; a megatron-core config selects nothing.
@@ -54,9 +120,7 @@ def select_fusions(config: Any) -> Selection:
     Raises:
         FusionConfigError: a bad config file, unknown names, contradictions.
     """
-    path = getattr(config, "gdn_fusion_config", None)
-    registry = load_registry([path] if path else [])
-    return select(registry, fusion_requests(config, registry))
+    return _resolved(config).selection
 
 
 def check_fusions(config: Any) -> None:
@@ -97,30 +161,29 @@ def bind_layer(
         FusionConfigError: as `select_fusions`, or an implementation that cannot be imported or
             does not fit its stage.
     """
-    selection = select_fusions(config)
-    claims = selection.for_layer(layer_number)
+    resolved = _resolved(config)
+    claims = resolved.claims(layer_number)
     return Binding(
-        selection.registry,
+        resolved.selection.registry,
         claims,
         layer_number,
-        _first_selected_in(selection, config, layer_number) if claims else (),
+        _first_selected_in(resolved, config, layer_number) if claims else (),
         profiler,
     )
 
 
 def _first_selected_in(
-    selection: Selection, config: Any, layer_number: int | None
+    resolved: _Resolved, config: Any, layer_number: int | None
 ) -> set[str] | None:
     """Fusions that no lower layer of the model selects, or None when the layers are not known."""
     layers = gdn_layer_numbers(config)
     if layers is None or layer_number is None:
         return None
-    earlier = {
+    first = resolved.first_layer(layers)
+    mine = resolved.claims(layer_number).values()
+    return {
         fusion
-        for number in layers
-        if number < layer_number
-        for claim in selection.for_layer(number).values()
+        for claim in mine
         for fusion in claim.candidates
+        if first.get(fusion, layer_number) >= layer_number
     }
-    mine = selection.for_layer(layer_number).values()
-    return {fusion for claim in mine for fusion in claim.candidates} - earlier

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import pickle
 import subprocess
 import sys
@@ -193,3 +194,78 @@ def test_off_for_every_layer_contradicts_the_option(tmp_path: Path) -> None:
         )
     assert "gdn_gated_output_norm_fusion=True" in str(found.value)
     assert "fusions.yaml:2" in str(found.value)
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Arguments of every load of the registry from now on."""
+    from megatron.gdn import selection
+
+    loads: list[list[str]] = []
+    inner = selection.load_registry
+
+    def counting(files: list[str]) -> Any:
+        loads.append(files)
+        return inner(files)
+
+    monkeypatch.setattr(selection, "load_registry", counting)
+    return loads
+
+
+def test_declarations_are_read_once_for_all_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models with different selections, built in turns: each reads once, none the other's."""
+    from megatron.gdn.selection import bind_layer, select_fusions
+
+    loads = count_loads(monkeypatch)
+    entry = "{stage: gated_output_norm, fusions: [gated_output_norm], layers: 2}"
+    by_file = make_config(gdn_fusion_config=select_file(tmp_path, entry))
+    by_option = make_config(gdn_pre_gated_delta_rule_fusion=True)
+    assert len(loads) == 2
+    bound: dict[str, list[set[str]]] = {"file": [], "option": []}
+    for number in (1, 2, 3):
+        for name, config in (("file", by_file), ("option", by_option)):
+            stages = bind_layer(config, number).stages.values()
+            bound[name].append({stage.contract.name for stage in stages if stage.candidates})
+    assert bound["file"] == [set(), {"gated_output_norm"}, set()]
+    assert bound["option"] == [{"pre_gated_delta_rule"}] * 3
+    assert len(loads) == 2
+    # A changed field counts at once, here and nowhere else.
+    changed = copy.copy(by_option)
+    changed.gdn_gated_output_norm_fusion = True
+    assert len(select_fusions(changed).requests) == 2
+    assert len(select_fusions(by_option).requests) == 1
+    assert len(loads) == 3
+
+
+def test_a_kept_selection_survives_copies_and_stays_out_of_pickles() -> None:
+    from megatron.gdn.selection import select_fusions
+
+    config = make_config(gdn_gated_output_norm_fusion=True)
+    for other in (
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
+    ):
+        assert other.gdn_gated_output_norm_fusion
+        assert select_fusions(other).requests == select_fusions(config).requests
+    assert "resolved" not in repr(config)
+
+
+def test_each_fusion_is_announced_by_the_first_layer_that_selects_it(tmp_path: Path) -> None:
+    from megatron.gdn.selection import bind_layer
+
+    entry = "{stage: gated_output_norm, fusions: [gated_output_norm], layers: 2-3}"
+    config = make_config(
+        gdn_fusion_config=select_file(tmp_path, entry), gdn_pre_gated_delta_rule_fusion=True
+    )
+    loud = [
+        [
+            fusion.name
+            for stage in bind_layer(config, number).stages.values()
+            for fusion in stage.candidates
+            if fusion.log_level == logging.INFO
+        ]
+        for number in (1, 2, 3)
+    ]
+    assert loud == [["pre_gated_delta_rule"], ["gated_output_norm"], []]
