@@ -19,7 +19,6 @@ from typing import Any
 from fusion_registry.contracts import StageContract
 from fusion_registry.errors import (
     CandidateRefusal,
-    ConfigProblem,
     FusionConfigError,
     FusionUnsupportedError,
     Reason,
@@ -69,6 +68,7 @@ class CompiledRules:
                     fusion,
                     f"has a precondition that is broken here, {rule.code}: "
                     f"{type(error).__name__}: {error}",
+                    *("preconditions", fusion.declaration.preconditions.index(rule)),
                 ) from error
         self.judges = tuple(judges)
 
@@ -351,17 +351,20 @@ def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Ca
     """
     declaration = fusion.declaration
     for reason in package_problems(fusion, Machine("this machine", "cpu")):
-        raise _wrong(fusion, f"needs {reason}")
+        raise _wrong(fusion, f"needs {reason}", "packages")
     try:
         implementation: Callable[..., Any] = import_object(declaration.implementation)
-    except (Exception, SystemExit) as error:  # a module may raise anything while imported
+    except Exception as error:  # a module may raise anything while imported
         raise _wrong(
             fusion,
             f"cannot import {declaration.implementation}, which is broken here: "
             f"{type(error).__name__}: {error}",
+            "implementation",
         ) from error
     if not callable(implementation):
-        raise _wrong(fusion, f"names {declaration.implementation}, which is not callable")
+        raise _wrong(
+            fusion, f"names {declaration.implementation}, which is not callable", "implementation"
+        )
     try:
         inspect.signature(implementation).bind(**{item.name: None for item in contract.inputs})
     except TypeError as error:
@@ -369,16 +372,16 @@ def load_implementation(fusion: RegisteredFusion, contract: StageContract) -> Ca
             fusion,
             f"names {declaration.implementation}, which does not accept the inputs of stage "
             f"{contract.name} ({', '.join(item.name for item in contract.inputs)}): {error}",
+            "implementation",
         ) from None
     except ValueError:
         pass  # a builtin without a signature; the first call will tell
     return implementation
 
 
-def _wrong(fusion: RegisteredFusion, text: str) -> FusionConfigError:
-    return FusionConfigError(
-        ConfigProblem(f"fusion {fusion.name!r} {text}", fusion.origin.file, fusion.origin.line)
-    )
+def _wrong(fusion: RegisteredFusion, text: str, *keys: str | int) -> FusionConfigError:
+    place = fusion.origin.at(*keys)
+    return FusionConfigError(place.problem(f"fusion {fusion.name!r} {text}"))
 
 
 def _without_second_judgement(

@@ -74,7 +74,7 @@ class Refusal:
         stage: the stage.
         candidates: what was asked for, best first.
         layer: layer number, from 1, or None when no layer exists yet.
-        origin: who asked: an option, a flag, or a file and line.
+        origin: who asked: an option, a flag, or file, line and key path.
     """
 
     stage: str

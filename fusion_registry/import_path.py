@@ -22,10 +22,19 @@ def import_object(path: str) -> Any:
     """Import `package.module:attribute.attribute`.
 
     Raises:
-        ImportError, AttributeError, or whatever the module raises while it is imported.
+        ImportError, AttributeError, or whatever Exception the module raises while it is imported.
+        What would end the process (SystemExit, and all else that is no Exception) becomes an
+        ImportError: a module that cannot be had is no reason to stop without a message.
     """
     module, _, attributes = path.partition(":")
-    value: Any = importlib.import_module(module)
+    try:
+        value: Any = importlib.import_module(module)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ImportError(
+            f"the module {module} wants to end the process: {type(error).__name__}: {error}"
+        ) from error
     for name in attributes.split("."):
         value = getattr(value, name)
     return value

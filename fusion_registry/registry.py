@@ -13,7 +13,7 @@ import functools
 import importlib.metadata
 import importlib.resources
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -25,7 +25,7 @@ from fusion_registry.errors import ConfigProblem, FusionConfigError
 from fusion_registry.import_path import import_object
 from fusion_registry.preconditions import AnyPrecondition
 from fusion_registry.schema import FusionDeclaration, FusionFile, StageSelection
-from fusion_registry.yaml_source import KeyPath, YamlSource, read_yaml
+from fusion_registry.yaml_source import KeyPath, YamlSource, format_path, read_yaml
 
 DEFAULT_CATALOGUE = "megatron.gdn.stages:CATALOGUE"
 """The catalogue that `load_registry` serves when none is given."""
@@ -55,14 +55,53 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a declaration was read: the kind of source, the file, the line."""
+    """Where a part of a declaration file stands; prints as `file:line`.
+
+    Args:
+        kind: of source.
+        file, line: line from 1.
+        path: key path inside the file.
+        source: the file as it was read, which knows the lines of the parts below.
+    """
 
     kind: SourceKind
     file: str
     line: int | None = None
+    path: KeyPath = ()
+    source: YamlSource | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> str:
+        """File, line and key path: `file:line: select[0]`."""
+        path = format_path(self.path)
+        return f"{self}: {path}" if path else str(self)
+
+    def at(self, *keys: str | int) -> Origin:
+        """The place of a part of what stands here; its line is the nearest one known."""
+        path = (*self.path, *keys)
+        line = self.line if self.source is None else self.source.line(path)
+        return replace(self, path=path, line=line)
+
+    def problem(self, text: str) -> ConfigProblem:
+        """A fault of what stands here."""
+        return ConfigProblem(text, self.file, self.line, format_path(self.path))
+
+
+Asker = str | Origin
+"""Who asks for a stage or a fusion: an option or a flag by name, or a place in a file."""
+
+
+def asker_words(asker: Asker) -> str:
+    """Who asks, for the middle of a message."""
+    return asker.place if isinstance(asker, Origin) else asker
+
+
+def asker_problem(asker: Asker, text: str) -> ConfigProblem:
+    """A fault of what was asked for."""
+    return asker.problem(text) if isinstance(asker, Origin) else ConfigProblem(text, asker)
 
 
 @dataclass(frozen=True)
@@ -111,17 +150,17 @@ class Registry:
     broken_plugins: tuple[BrokenPlugin, ...] = ()
     parents: Mapping[str, str] = field(default_factory=dict)
 
-    def stage(self, name: str, origin: str = "") -> StageContract:
+    def stage(self, name: str, asker: Asker = "") -> StageContract:
         """The contract called `name`.
 
         Raises:
             FusionConfigError: no such stage; the message lists those that exist.
         """
         if name not in self.stages:
-            raise FusionConfigError(ConfigProblem(unknown("stage", name, self.stages), origin))
+            raise FusionConfigError(asker_problem(asker, unknown("stage", name, self.stages)))
         return self.stages[name]
 
-    def fusion(self, name: str, origin: str = "") -> RegisteredFusion:
+    def fusion(self, name: str, asker: Asker = "") -> RegisteredFusion:
         """The registered fusion called `name`.
 
         Raises:
@@ -133,7 +172,7 @@ class Registry:
         for plugin in self.broken_plugins:
             if name in plugin.fusions:
                 raise FusionConfigError(
-                    ConfigProblem(f"fusion {name!r} is declared by {_failed(plugin)}", origin)
+                    asker_problem(asker, f"fusion {name!r} is declared by {_failed(plugin)}")
                 )
         text = unknown("fusion", name, self.fusions)
         for plugin in self.broken_plugins:
@@ -141,9 +180,9 @@ class Registry:
                 f"\n  plug-in {plugin.name!r} ({plugin.origin}) failed to load and may have "
                 f"declared it: {plugin.error}"
             )
-        raise FusionConfigError(ConfigProblem(text, origin))
+        raise FusionConfigError(asker_problem(asker, text))
 
-    def uncontested_fusion(self, name: str, origin: str = "") -> RegisteredFusion:
+    def uncontested_fusion(self, name: str, asker: Asker = "") -> RegisteredFusion:
         """The registered fusion called `name`, if nobody else claims that name.
 
         For a user who says the name: a plug-in that declares it too may be what was meant. An
@@ -153,16 +192,16 @@ class Registry:
             FusionConfigError: as `fusion`, or a broken plug-in declares `name` as well; the message
                 names both.
         """
-        registered = self.fusion(name, origin)
+        registered = self.fusion(name, asker)
         for plugin in self.broken_plugins:
             if name in plugin.fusions:
                 option = registered.declaration.option
                 by_option = "" if option is None else f", or enable the former by {option}"
                 raise FusionConfigError(
-                    ConfigProblem(
-                        f"fusion {name!r} is declared in {registered.origin} and by "
+                    asker_problem(
+                        asker,
+                        f"fusion {name!r} is declared in {registered.origin.place} and by "
                         f"{_failed(plugin)}; remove the plug-in{by_option}",
-                        origin,
                     )
                 )
         return registered
@@ -273,13 +312,14 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
         ]
     if problems:
         raise FusionConfigError(*problems)
+    whole = Origin(kind, file, source=source)
     return (
         tuple(
-            RegisteredFusion(item, Origin(kind, file, source.line(("fusions", index))))
+            RegisteredFusion(item, whole.at("fusions", index))
             for index, item in enumerate(parsed.fusions)
         ),
         tuple(
-            FileSelection(item, Origin(kind, file, source.line(("select", index))))
+            FileSelection(item, whole.at("select", index))
             for index, item in enumerate(parsed.select)
         ),
     )
@@ -331,19 +371,21 @@ def _register(fusions: dict[str, RegisteredFusion], declared: Sequence[Registere
         option, stage = item.declaration.option, item.declaration.stage
         other = None if option is None else selected_by.setdefault((option, stage), item)
         if item.name in fusions:
+            place = item.origin.at("name")
             text = (
-                f"fusion {item.name!r} is declared already, in {fusions[item.name].origin}; "
+                f"fusion {item.name!r} is declared already, in {fusions[item.name].origin.place}; "
                 "choose another name"
             )
         elif other is not None and other is not item:
             # Else setting the option would be a contradiction in itself.
+            place = item.origin.at("option")
             text = (
                 f"option {option} selects fusion {other.name!r} of stage {stage} already, declared "
-                f"in {other.origin}; leave `option` out and select {item.name!r} by name"
+                f"in {other.origin.place}; leave `option` out and select {item.name!r} by name"
             )
         else:
             continue
-        problems.append(ConfigProblem(text, item.origin.file, item.origin.line))
+        problems.append(place.problem(text))
     if problems:
         raise FusionConfigError(*problems)
     fusions.update((item.name, item) for item in declared)
@@ -366,18 +408,33 @@ def _register_plugin(
             parsed, selected = parse_declarations(text, file, catalogue, "plug-in")
             if selected:
                 raise FusionConfigError(
-                    ConfigProblem("a plug-in registers fusions; it may not select them", file)
+                    selected[0].origin.problem(
+                        "a plug-in registers fusions and may not select them; remove `select`"
+                    )
                 )
             declared.extend(parsed)
         names = tuple(item.name for item in declared)
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise FusionConfigError(f"{plugin.value} declares {', '.join(twice)} twice")
+        _refuse_names_twice(declared)
         _register(fusions, declared)
-    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may raise anything while it is imported, exits too
         broken.append(
             BrokenPlugin(plugin.name, distribution, f"{type(error).__name__}: {error}", names)
         )
+
+
+def _refuse_names_twice(declared: Sequence[RegisteredFusion]) -> None:
+    first: dict[str, RegisteredFusion] = {}
+    for item in declared:
+        other = first.setdefault(item.name, item)
+        if other is not item:
+            raise FusionConfigError(
+                item.origin.at("name").problem(
+                    f"fusion {item.name!r} is declared already, in {other.origin.place}; choose "
+                    "another name"
+                )
+            )
 
 
 def _plugin_files(plugin: importlib.metadata.EntryPoint) -> Iterator[tuple[str, str]]:
@@ -462,7 +519,8 @@ def _contract_problems(
             yield source.problem(
                 (*path, "name"),
                 f"fusion {item.name!r} is declared already, in {source.origin}:"
-                f"{source.line(('fusions', first[item.name]))}; choose another name",
+                f"{source.line(('fusions', first[item.name]))}: fusions[{first[item.name]}]; "
+                "choose another name",
             )
         first.setdefault(item.name, index)
         if item.option is not None and item.option not in catalogue.options:

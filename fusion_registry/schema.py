@@ -16,7 +16,7 @@ Built-in fusions are declared in the same format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
@@ -46,6 +46,17 @@ class LayerSet(BaseModel):
         return ",".join(
             str(first) if first == last else f"{first}-{last}" for first, last in self.ranges
         )
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> LayerSet:
+        """The set of some layer numbers; neighbours become one range."""
+        ranges: list[tuple[int, int]] = []
+        for number in sorted(set(numbers)):
+            if ranges and ranges[-1][1] == number - 1:
+                ranges[-1] = (ranges[-1][0], number)
+            else:
+                ranges.append((number, number))
+        return cls(ranges=tuple(ranges))
 
     @classmethod
     def parse(cls, value: Any) -> LayerSet:

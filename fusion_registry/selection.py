@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_registry.errors import ConfigProblem, FusionConfigError
-from fusion_registry.registry import Registry
+from fusion_registry.registry import Asker, Origin, Registry, asker_problem, asker_words
 from fusion_registry.schema import LayerSet
 
 
@@ -24,7 +24,7 @@ class Request:
         stage: stage to serve.
         candidates: fusion names, best first; empty means unfused.
         layers: layer numbers from 1, or None for every layer.
-        origin: option, flag or file and line, for messages.
+        origin: option or flag, or a place in a file, for messages.
         by_option: an option asked, and so for the very declaration that is bound to it. Otherwise
             the user said a name, which must not be claimed by a broken plug-in as well.
     """
@@ -32,8 +32,12 @@ class Request:
     stage: str
     candidates: tuple[str, ...]
     layers: LayerSet | None
-    origin: str
+    origin: Asker
     by_option: bool = False
+
+    def asker(self, *keys: str | int) -> Asker:
+        """Who asks for a part of this request."""
+        return self.origin.at(*keys) if isinstance(self.origin, Origin) else self.origin
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Selection:
             FusionConfigError: two requests contradict each other, or a stage and one of its
                 children are both claimed.
         """
-        claims: dict[str, Claim] = {}
+        deciding: dict[str, Request] = {}
         for stage in self.registry.stages:
             mine = [request for request in self.requests if request.stage == stage]
             special = [
@@ -72,33 +76,51 @@ class Selection:
                 if other.candidates != chosen[0].candidates:
                     raise FusionConfigError(_contradiction(chosen[0], other, layer))
             if chosen and chosen[0].candidates:
-                claims[stage] = Claim(stage, chosen[0].candidates, chosen[0].origin)
+                deciding[stage] = chosen[0]
         for child, parent in self.registry.parents.items():
-            if child in claims and parent in claims:
-                mine_, theirs = claims[child], claims[parent]
-                raise FusionConfigError(
-                    f"stage {parent} and its child {child} are both claimed"
-                    f"{_in_layer(layer)}: {', '.join(theirs.candidates)} by {theirs.origin} and "
-                    f"{', '.join(mine_.candidates)} by {mine_.origin}; select one of them"
-                )
-        return claims
+            if child in deciding and parent in deciding:
+                raise FusionConfigError(_both_claimed(deciding[parent], deciding[child], layer))
+        return {
+            stage: Claim(stage, request.candidates, asker_words(request.origin))
+            for stage, request in deciding.items()
+        }
 
     def check(self, layers: Sequence[int]) -> None:
         """Judge the whole selection against the layers of a model.
 
         Raises:
-            FusionConfigError: as `for_layer`, or a request matches none of `layers`.
+            FusionConfigError: as `for_layer`, or requests match none of `layers`.
         """
-        for request in self.requests:
-            if request.layers is not None and not any(n in request.layers for n in layers):
-                raise FusionConfigError(
-                    ConfigProblem(
-                        f"stage {request.stage}: layers {request.layers} match no layer of this "
-                        f"model; it has {LayerSet.parse(list(layers)) if layers else 'none'}",
-                        request.origin,
-                    )
-                )
+        there_are = LayerSet.of(layers) if layers else "none"
+        problems = [
+            asker_problem(
+                request.asker("layers"),
+                f"stage {request.stage}: layers {request.layers} match no layer of this model; "
+                f"it has {there_are}",
+            )
+            for request in self.requests
+            if request.layers is not None and not any(n in request.layers for n in layers)
+        ]
+        if problems:
+            raise FusionConfigError(*problems)
         for layer in layers:
+            self.for_layer(layer)
+
+    def check_without_model(self) -> None:
+        """Judge what needs no model: contradictions, in whatever layers they lie.
+
+        Raises:
+            FusionConfigError: as `for_layer`.
+        """
+        # What is claimed changes only where a range begins or has ended, and two ranges that meet
+        # do so where one of them begins.
+        first = {
+            low
+            for request in self.requests
+            if request.layers is not None
+            for low, _ in request.layers.ranges
+        }
+        for layer in (None, *sorted(first)):
             self.for_layer(layer)
 
 
@@ -115,26 +137,32 @@ def select(registry: Registry, requests: Iterable[Request]) -> Selection:
             item.selection.stage,
             item.selection.candidates,
             item.selection.layers,
-            str(item.origin),
+            item.origin,
         )
         for item in registry.selections
     ]
-    problems = []
+    problems: list[ConfigProblem] = []
     for request in everything:
-        registry.stage(request.stage, request.origin)
+        try:
+            registry.stage(request.stage, request.asker("stage"))
+        except FusionConfigError as error:
+            problems += error.problems
+            continue
         find = registry.fusion if request.by_option else registry.uncontested_fusion
-        for name in request.candidates:
-            stage = find(name, request.origin).declaration.stage
+        for index, name in enumerate(request.candidates):
+            asker = request.asker("fusions", index)
+            try:
+                stage = find(name, asker).declaration.stage
+            except FusionConfigError as error:
+                problems += error.problems
+                continue
             if stage != request.stage:
+                names = [item.name for item in registry.fusions_of(request.stage)]
                 problems.append(
-                    ConfigProblem(
+                    asker_problem(
+                        asker,
                         f"fusion {name!r} serves stage {stage}, not {request.stage}; fusions of "
-                        f"{request.stage}: "
-                        + (
-                            ", ".join(item.name for item in registry.fusions_of(request.stage))
-                            or "none"
-                        ),
-                        request.origin,
+                        f"{request.stage}: {', '.join(names) or 'none'}",
                     )
                 )
     if problems:
@@ -148,9 +176,29 @@ def _in_layer(layer: int | None) -> str:
 
 def _contradiction(first: Request, second: Request, layer: int | None) -> ConfigProblem:
     def words(request: Request) -> str:
-        return f"{', '.join(request.candidates) or 'off'} ({request.origin})"
+        return f"{', '.join(request.candidates) or 'off'} ({asker_words(request.origin)})"
 
-    return ConfigProblem(
+    return _of_two(
+        first,
+        second,
         f"stage {first.stage} is claimed twice{_in_layer(layer)}: {words(first)} and "
-        f"{words(second)}; keep one"
+        f"{words(second)}; keep one",
     )
+
+
+def _both_claimed(parent: Request, child: Request, layer: int | None) -> ConfigProblem:
+    def words(request: Request) -> str:
+        return f"{', '.join(request.candidates)} by {asker_words(request.origin)}"
+
+    return _of_two(
+        parent,
+        child,
+        f"stage {parent.stage} and its child {child.stage} are both claimed{_in_layer(layer)}: "
+        f"{words(parent)} and {words(child)}; select one of them",
+    )
+
+
+def _of_two(first: Request, second: Request, text: str) -> ConfigProblem:
+    """A fault of two requests, whose text shows both, at the later one that stands in a file."""
+    in_files = [request for request in (first, second) if isinstance(request.origin, Origin)]
+    return asker_problem(in_files[-1].asker(), text) if in_files else ConfigProblem(text)

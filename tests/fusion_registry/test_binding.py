@@ -429,8 +429,8 @@ def test_what_the_config_decides_is_refused_before_a_layer_exists(choose) -> Non
 def test_a_signature_that_does_not_fit_the_stage(bind: Bind, function: str) -> None:
     text = fault(lambda: bind(declared("bad", function=function), lone=("bad",)))
     assert (
-        f"file.yaml:2: fusion 'bad' names {HERE}:{function}, which does not accept the inputs of "
-        "stage lone (x, y, w, n, eps, flag): " in text
+        f"fusions[0].implementation: fusion 'bad' names {HERE}:{function}, which does not accept "
+        "the inputs of stage lone (x, y, w, n, eps, flag): " in text
     )
 
 
@@ -448,24 +448,37 @@ BROKEN_PACKAGE = "raise OSError('libcudart.so: cannot open shared object file')"
 
 
 @pytest.mark.parametrize(
-    ("packages", "function", "message"),
+    ("packages", "function", "key", "message"),
     [
         (
             "{no-such-distribution: '>=2'}",
             "never_imported:f",
+            "packages",
             "needs no-such-distribution >=2, got nothing: it is not installed",
         ),
-        ("{packaging: '<1'}", "never_imported:f", "needs packaging <1, got "),
+        ("{packaging: '<1'}", "never_imported:f", "packages", "needs packaging <1, got "),
         (
             "{packaging: '>=1'}",
             "broken_package:f",
+            "implementation",
             "cannot import broken_package:f, which is broken here: "
             "OSError: libcudart.so: cannot open shared object file",
         ),
-        ("{}", "no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("{}", f"{HERE}:absent", "AttributeError: module"),
+        (
+            "{packaging: '>=1'}",
+            "ending_package:f",
+            "implementation",
+            "ImportError: the module ending_package wants to end the process: SystemExit: 3",
+        ),
+        (
+            "{}",
+            "no_such_module:f",
+            "implementation",
+            "ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("{}", f"{HERE}:absent", "implementation", "AttributeError: module"),
     ],
-    ids=["absent", "version", "broken", "no-module", "no-attribute"],
+    ids=["absent", "version", "broken", "ending", "no-module", "no-attribute"],
 )
 def test_absent_wrong_version_and_broken_are_different_messages(
     bind: Bind,
@@ -473,13 +486,16 @@ def test_absent_wrong_version_and_broken_are_different_messages(
     monkeypatch: pytest.MonkeyPatch,
     packages: str,
     function: str,
+    key: str,
     message: str,
 ) -> None:
     (tmp_path / "broken_package.py").write_text(BROKEN_PACKAGE)
+    (tmp_path / "ending_package.py").write_text("raise SystemExit(3)")
     (tmp_path / "never_imported.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     text = fault(lambda: bind(declared("bad", function=function, packages=packages), lone=("bad",)))
-    assert "file.yaml:2: fusion 'bad' " in text
+    assert "file.yaml:" in text
+    assert f": fusions[0].{key}: fusion 'bad' " in text
     assert message in text
     assert "never_imported" not in sys.modules
 
@@ -502,7 +518,8 @@ def test_a_predicate_that_cannot_be_imported(
 ) -> None:
     rule = f"[{{kind: predicate, callable: '{function}', reads: [config.a], says: so}}]"
     place = (
-        f"file.yaml:2: fusion 'bad' has a precondition that is broken here, predicate:{function}"
+        "fusions[0].preconditions[0]: fusion 'bad' has a precondition that is broken here, "
+        f"predicate:{function}"
     )
     text = fault(lambda: bind(declared("bad", rule), lone=("bad",)))
     assert f"{place}: {message}" in text

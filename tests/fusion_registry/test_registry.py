@@ -194,14 +194,18 @@ def test_a_duplicate_name_shows_both_origins(write: Write) -> None:
     one = write(document(declaration("mine")), "one.yaml")
     two = write(document(declaration("other"), declaration("mine")), "two.yaml")
     text = refusal(lambda: load(one, two))
-    assert f"{two}:7: fusion 'mine' is declared already, in {one}:2; choose another name" in text
+    assert text == (
+        f"{two}:7: fusions[1].name: fusion 'mine' is declared already, in {one}:2: fusions[0]; "
+        "choose another name"
+    )
 
 
 def test_a_built_in_name_cannot_be_taken(write: Write) -> None:
     path = write(document(declaration("built_in_lone")))
     assert (
-        f"{path}:2: fusion 'built_in_lone' is declared already, in "
-        "tests/fusion_registry/toy_builtin/lone.yaml:3" in refusal(lambda: load(path))
+        f"{path}:2: fusions[0].name: fusion 'built_in_lone' is declared already, in "
+        "tests/fusion_registry/toy_builtin/lone.yaml:3: fusions[0]; choose"
+        in refusal(lambda: load(path))
     )
 
 
@@ -209,9 +213,9 @@ def test_an_option_selects_one_fusion_of_a_stage(write: Write) -> None:
     path = write(document(declaration("mine", option="use_lone")))
     text = refusal(lambda: load(path))
     assert (
-        f"{path}:2: option use_lone selects fusion 'built_in_lone' of stage lone already, declared "
-        "in tests/fusion_registry/toy_builtin/lone.yaml:3; leave `option` out and select 'mine' "
-        "by name" in text
+        ": fusions[0].option: option use_lone selects fusion 'built_in_lone' of stage lone already,"
+        " declared in tests/fusion_registry/toy_builtin/lone.yaml:3: fusions[0]; leave `option` out"
+        " and select 'mine' by name" in text
     )
     both = document(declaration("a", option="use_other"), declaration("b", option="use_other"))
     assert "option use_other selects fusion 'a'" in refusal(lambda: load(write(both)))
@@ -267,6 +271,7 @@ BROKEN = {
     "import-error": ("import no_such_module_of_anyone", "", "ModuleNotFoundError"),
     "raises": ("raise RuntimeError('no luck')", "", "RuntimeError: no luck"),
     "exits": ("raise SystemExit(3)", "", "SystemExit: 3"),
+    "is-cancelled": ("import asyncio\nraise asyncio.CancelledError('now')", "", "CancelledError"),
     "syntax-error": ("def (", "", "SyntaxError"),
     "no-such-attribute": ("", "", "AttributeError"),
     "absent-file": ("FUSIONS = 'absent.yaml'", "", "FileNotFoundError"),
@@ -275,7 +280,11 @@ BROKEN = {
     "not-yaml": (RESOURCE, "fusions: [", "not valid YAML"),
     "unknown-stage": (RESOURCE, document(declaration("broken", stage="loan")), "unknown stage"),
     "unknown-key": (RESOURCE, document(declaration("broken", speed="high")), "unknown key 'speed'"),
-    "selects": (RESOURCE, "select: [{stage: lone, fusions: off}]", "it may not select them"),
+    "selects": (
+        RESOURCE,
+        "select: [{stage: lone, fusions: off}]",
+        "may not select them; remove `select`",
+    ),
     "takes-an-option": (
         RESOURCE,
         document(declaration("broken", option="use_other")),
@@ -341,16 +350,17 @@ def test_an_option_selects_its_fusion_whatever_plugins_declare(plugins: Plugins)
 def test_a_contested_name_is_an_error_that_names_both(plugins: Plugins, write: Write) -> None:
     plugins.install("broken_plugin", RESOURCE, document(declaration("built_in_lone")))
     both = (
-        "fusion 'built_in_lone' is declared in tests/fusion_registry/toy_builtin/lone.yaml:3 and "
-        "by the plug-in 'broken_plugin-point' (broken_plugin), which failed to load: "
+        "fusion 'built_in_lone' is declared in tests/fusion_registry/toy_builtin/lone.yaml:3: "
+        "fusions[0] and by the plug-in 'broken_plugin-point' (broken_plugin), which failed to load: "
     )
     text = refusal(lambda: bind(load(), "lone", "built_in_lone"))
     assert f"test: {both}" in text
     assert text.endswith("remove the plug-in, or enable the former by use_lone")
     path = write("select: [{stage: lone, fusions: [built_in_lone]}]")
     registry = load(path)
-    assert f"{path}:1: {both}" in refusal(lambda: select(registry, []))
-    assert f"{path}:1: {both}" in refusal(lambda: bind_by_option(registry, "lone", "built_in_lone"))
+    place = f"{path}:1: select[0].fusions[0]"
+    assert f"{place}: {both}" in refusal(lambda: select(registry, []))
+    assert f"{place}: {both}" in refusal(lambda: bind_by_option(registry, "lone", "built_in_lone"))
 
 
 def test_what_only_a_broken_plugin_declares_is_no_fusion_for_an_option_either(
@@ -367,7 +377,8 @@ def test_a_name_declared_twice_by_one_plugin(plugins: Plugins) -> None:
     plugins.install(
         "broken_plugin", "FUSIONS = ['fusions.yaml', 'fusions.yaml']", document(declaration("a"))
     )
-    assert "broken_plugin:FUSIONS declares a twice" in load().broken_plugins[0].error
+    error = load().broken_plugins[0].error
+    assert "fusions.yaml):2: fusions[0].name: fusion 'a' is declared already, in" in error
 
 
 def test_two_plugins_that_declare_one_name(plugins: Plugins) -> None:

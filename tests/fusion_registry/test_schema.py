@@ -435,7 +435,9 @@ def test_a_name_declared_twice_in_one_file_shows_both_lines() -> None:
     document["fusions"].append(document["fusions"][0] | {"determinism": "unknown"})
     text = yaml.dump(document, Dumper=_WithoutAliases, sort_keys=False)
     message = refusal(text)
-    assert "fusions[1].name: fusion 'mine' is declared already, in mine.yaml:2" in message
+    assert (
+        "fusions[1].name: fusion 'mine' is declared already, in mine.yaml:2: fusions[0];" in message
+    )
 
 
 class _WithoutAliases(yaml.SafeDumper):

@@ -69,7 +69,7 @@ def test_the_claim_says_who_asked(selection) -> None:
         file="- {stage: second, fusions: [my_second]}",
     ).for_layer(1)
     assert claims["lone"].origin == "--gdn-fusions"
-    assert claims["second"].origin.endswith("file.yaml:8")
+    assert claims["second"].origin.endswith("file.yaml:8: select[0]")
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["general-first", "special-first"])
@@ -131,9 +131,12 @@ def test_requests_of_equal_rank_may_agree(selection) -> None:
 def test_requests_of_equal_rank_that_disagree_show_both_places(selection, file, words) -> None:
     made = selection(request("built_in_lone", origin="use_lone=True"), file=file)
     text = refusal(lambda: made.for_layer(3))
-    assert "stage lone is claimed twice in layer 3: built_in_lone (use_lone=True) and " in text
+    assert (
+        "file.yaml:8: select[0]: stage lone is claimed twice in layer 3: "
+        "built_in_lone (use_lone=True) and " in text
+    )
     assert f" and {words} (" in text
-    assert "file.yaml:8); keep one" in text
+    assert "file.yaml:8: select[0]); keep one" in text
 
 
 def test_overlapping_layers_that_disagree_are_refused_where_they_overlap(selection) -> None:
@@ -145,8 +148,13 @@ def test_overlapping_layers_that_disagree_are_refused_where_they_overlap(selecti
     assert chosen(made, 4) == {}
     text = refusal(lambda: made.check([1, 2, 3, 4]))
     assert "claimed twice in layer 3" in text
-    assert "file.yaml:8" in text
-    assert "file.yaml:9" in text
+    assert "file.yaml:8: select[0]) and " in text
+    assert "file.yaml:9: select[1]); keep one" in text
+    with pytest.raises(FusionConfigError) as found:
+        made.check_without_model()
+    assert str(found.value) == text
+    (problem,) = found.value.problems
+    assert (problem.line, problem.path) == (9, "select[1]")
 
 
 @pytest.mark.parametrize(("child", "stage"), [("built_in_first", "first"), ("my_second", "second")])
@@ -189,7 +197,8 @@ def test_layers_that_match_none_list_those_of_the_model(selection) -> None:
     made = selection(file="- {stage: lone, fusions: [mine], layers: '9-12,20'}")
     text = refusal(lambda: made.check([1, 2, 3, 5]))
     assert text.endswith(
-        "file.yaml:8: stage lone: layers 9-12,20 match no layer of this model; it has 1,2,3,5"
+        "file.yaml:8: select[0].layers: stage lone: layers 9-12,20 match no layer of this model; "
+        "it has 1-3,5"
     )
     made.check([12])
     assert "it has none" in refusal(lambda: made.check([]))
@@ -212,7 +221,7 @@ def test_a_fusion_of_another_stage(selection) -> None:
     )
     text = refusal(lambda: selection(file="- {stage: second, fusions: [mine]}"))
     assert text.endswith(
-        "file.yaml:8: fusion 'mine' serves stage lone, not second; fusions of second: my_second"
+        "file.yaml:8: select[0].fusions[0]: fusion 'mine' serves stage lone, not second; fusions of second: my_second"
     )
 
 
@@ -232,4 +241,31 @@ def test_unknown_names_say_who_asked(selection) -> None:
     text = refusal(lambda: selection(request("mine", stage="loan", origin="--gdn-fusions")))
     assert text.startswith("--gdn-fusions: unknown stage 'loan'; did you mean 'lone'?")
     text = refusal(lambda: selection(file="- {stage: lone, fusions: [nothing]}"))
-    assert "file.yaml:8: unknown fusion 'nothing'; valid: " in text
+    assert "file.yaml:8: select[0].fusions[0]: unknown fusion 'nothing'; valid: " in text
+
+
+def test_every_unknown_name_is_reported_at_its_own_line(selection) -> None:
+    text = refusal(
+        lambda: selection(
+            request("mine", stage="loan", origin="--gdn-fusions"),
+            file="- stage: lone\n  fusions:\n  - mine\n  - nothing\n  - my_second\n",
+        )
+    )
+    first, second, third = text.splitlines()
+    assert first.startswith("--gdn-fusions: unknown stage 'loan'")
+    assert "file.yaml:11: select[0].fusions[1]: unknown fusion 'nothing'" in second
+    assert "file.yaml:12: select[0].fusions[2]: fusion 'my_second' serves stage" in third
+
+
+def test_a_composite_and_its_child_in_a_file_carry_both_places(selection) -> None:
+    made = selection(
+        file="- {stage: whole, fusions: [built_in_whole]}\n"
+        "- {stage: second, fusions: [my_second], layers: 7}"
+    )
+    with pytest.raises(FusionConfigError) as found:
+        made.check_without_model()
+    (problem,) = found.value.problems
+    assert (problem.line, problem.path) == (9, "select[1]")
+    assert "built_in_whole by " in problem.text
+    assert "file.yaml:8: select[0] and my_second by " in problem.text
+    assert "file.yaml:9: select[1]; select one of them" in problem.text
