@@ -11,16 +11,23 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_registry.registry import Catalogue
-from fusion_registry.schema import LARGEST_LAYER_NUMBER, FusionFile
+from fusion_registry.schema import (
+    LARGEST_LAYER_NUMBER,
+    LAYER_RANGES,
+    WORDS_OF_YAML,
+    FusionFile,
+)
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-_NUMBER = r"[1-9][0-9]{0,5}"
-_RANGE = rf"{_NUMBER}( *- *{_NUMBER})?"
 _LAYERS = [
     {"type": "integer", "minimum": 1, "maximum": LARGEST_LAYER_NUMBER},
-    {"type": "string", "pattern": rf"^ *{_RANGE}( *, *{_RANGE})* *$"},
+    {"type": "string", "pattern": f"^{LAYER_RANGES}$"},
 ]
+# A JSON Schema has no flag for the case of letters.
+_WORDS_OF_YAML = "|".join(
+    "".join(f"[{letter.upper()}{letter}]" for letter in word) for word in WORDS_OF_YAML
+)
 
 
 def declaration_file_schema(catalogue: Catalogue) -> dict[str, Any]:
@@ -42,11 +49,17 @@ def declaration_file_schema(catalogue: Catalogue) -> dict[str, Any]:
         declaration["option"], enum=[*catalogue.options, None], default=None
     )
     declaration["packages"]["additionalProperties"] = False
+    declaration["name"]["not"] = {"pattern": f"^({_WORDS_OF_YAML})$"}
     (names,) = (item for item in selection["fusions"]["anyOf"] if item["type"] == "array")
     selection["fusions"] = _described(
         selection["fusions"],
         anyOf=[
-            {**names, "minItems": 1, "uniqueItems": True},
+            {
+                **names,
+                "items": {**names["items"], "not": {"const": "off"}},
+                "minItems": 1,
+                "uniqueItems": True,
+            },
             # YAML 1.1 reads a bare `off` as false, YAML 1.2 as a text.
             {"enum": ["off", False]},
         ],

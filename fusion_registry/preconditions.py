@@ -19,7 +19,15 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StringConstraints,
+    model_validator,
+)
 
 from fusion_registry.contracts import StageContract
 from fusion_registry.import_path import ImportPath, import_object
@@ -38,6 +46,7 @@ AttributePath = Annotated[
 DimPath = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*$")
 ]
+CapabilityText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,3}\.[0-9]{1,2}$")]
 DtypeName = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -293,7 +302,7 @@ class DeviceType(Precondition):
     kind: Literal["device_type"]
     tensors: tuple[Name, ...] = Field(min_length=1)
     types: tuple[Literal["cuda", "cpu", "meta"], ...] = Field(min_length=1)
-    interpreter: bool = False
+    interpreter: StrictBool = False
 
     def describe(self) -> str:
         types = join_words([name.upper() for name in self.types])
@@ -501,7 +510,7 @@ class SameShape(Precondition):
         return judge
 
 
-DimOperand = int | DimPath | Name
+DimOperand = StrictInt | DimPath | Name
 
 
 class DimRelation(Precondition):
@@ -526,6 +535,8 @@ class DimRelation(Precondition):
                 "`of` is needed for every relation but power_of_two, which takes none; "
                 f"got relation {self.relation} with of={self.of}"
             )
+        if self.relation == "multiple_of" and isinstance(self.of, int) and self.of < 1:
+            raise ValueError(f"`of` must be at least 1 for multiple_of, got {self.of}; correct it")
         return self
 
     def problems(self, contract: StageContract) -> list[str]:
@@ -692,7 +703,7 @@ class DeviceCapability(Precondition):
 
     kind: Literal["device_capability"]
     tensor: Name
-    at_least: Annotated[str, StringConstraints(pattern=r"^\d{1,3}\.\d{1,2}$")]
+    at_least: CapabilityText
 
     def _wanted(self) -> tuple[int, int]:
         major, minor = self.at_least.split(".")

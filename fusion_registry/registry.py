@@ -8,24 +8,27 @@ validated whole before anything of it is registered, and nothing that it names i
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.metadata
 import importlib.resources
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
 from fusion_registry.contracts import StageContract
 from fusion_registry.errors import ConfigProblem, FusionConfigError
 from fusion_registry.import_path import import_object
-from fusion_registry.preconditions import AnyPrecondition
 from fusion_registry.schema import FusionDeclaration, FusionFile, StageSelection
-from fusion_registry.yaml_source import KeyPath, YamlSource, format_path, read_yaml
+from fusion_registry.schema_problems import (
+    PRECONDITION_MODELS,
+    schema_problems,
+    unknown,
+)
+from fusion_registry.yaml_source import KeyPath, YamlSource, format_path, read_yaml, short
 
 DEFAULT_CATALOGUE = "megatron.gdn.stages:CATALOGUE"
 """The catalogue that `load_registry` serves when none is given."""
@@ -215,14 +218,6 @@ def _failed(plugin: BrokenPlugin) -> str:
     return f"the plug-in {plugin.name!r} ({plugin.origin}), which failed to load: {plugin.error}"
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """`unknown fusion 'x'; did you mean 'y'? valid: ...`."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {what} {name!r}; {hint}valid: {', '.join(names) or 'none'}"
-
-
 def default_catalogue() -> Catalogue:
     """The catalogue named by `DEFAULT_CATALOGUE`."""
     catalogue: Catalogue = import_object(DEFAULT_CATALOGUE)
@@ -291,13 +286,13 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
     if not isinstance(source.data, dict):
         raise FusionConfigError(
             source.problem(
-                (), f"a mapping with the keys fusions and select, got {_short(source.data)}"
+                (), f"a mapping with the keys fusions and select, got {short(source.data)}"
             )
         )
     try:
         parsed = FusionFile.model_validate(source.data)
     except ValidationError as error:
-        raise FusionConfigError(*_schema_problems(error, source)) from None
+        raise FusionConfigError(*schema_problems(error, source)) from None
     problems = list(_contract_problems(parsed, source, catalogue))
     if kind == "plug-in":
         # What is installed must never change what a flag of the run means.
@@ -453,59 +448,9 @@ def _plugin_files(plugin: importlib.metadata.EntryPoint) -> Iterator[tuple[str, 
         yield f"{plugin.value} ({resource})", resource.read_text(encoding="utf-8")
 
 
-def _keys(model: type[BaseModel]) -> str:
-    return ", ".join(model.model_fields)
-
-
-_PRECONDITION_MODELS: dict[str, type[BaseModel]] = {
-    get_args(model.model_fields["kind"].annotation)[0]: model
-    for model in get_args(get_args(AnyPrecondition)[0])
-}
-
-
 def precondition_kinds() -> Mapping[str, type[BaseModel]]:
     """Every kind of precondition and its model, in order."""
-    return MappingProxyType(_PRECONDITION_MODELS)
-
-
-def _schema_problems(error: ValidationError, source: YamlSource) -> Iterator[ConfigProblem]:
-    for item in error.errors(include_url=False, include_context=False):
-        # pydantic puts the tags of unions into the path; the file does not have them.
-        path: KeyPath = ()
-        for part in item["loc"]:
-            if (*path, part) in source.lines:
-                path = (*path, part)
-        kind, last = item["type"], item["loc"][-1]
-        text = item["msg"].removeprefix("Value error, ")
-        if kind == "missing":
-            text = f"the key {last!r} is required; add it"
-        elif kind == "extra_forbidden":
-            text = f"unknown key {last!r}; valid: {_valid_keys(path[:-1], source)}"
-        elif kind == "union_tag_not_found":
-            text = f"the key 'kind' is required; one of {', '.join(_PRECONDITION_MODELS)}"
-        elif kind == "union_tag_invalid":
-            got = item["input"].get("kind") if isinstance(item["input"], dict) else item["input"]
-            text = unknown("kind", str(got), _PRECONDITION_MODELS)
-        elif "input" in item and kind != "value_error":
-            text += f", got {_short(item['input'])}"
-        yield source.problem(path, text)
-
-
-def _valid_keys(path: KeyPath, source: YamlSource) -> str:
-    if not path:
-        return _keys(FusionFile)
-    if len(path) == 2:
-        return _keys(FusionDeclaration if path[0] == "fusions" else StageSelection)
-    value: Any = source.data
-    for part in path:
-        value = value[part]
-    model = _PRECONDITION_MODELS.get(str(value.get("kind")))
-    return _keys(model) if model is not None else ", ".join(_PRECONDITION_MODELS)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return MappingProxyType(PRECONDITION_MODELS)
 
 
 def _contract_problems(

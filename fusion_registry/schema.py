@@ -16,6 +16,7 @@ Built-in fusions are declared in the same format.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from fusion_registry.import_path import ImportPath
 from fusion_registry.preconditions import AnyPrecondition, Name
 from fusion_registry.version_range import PackageName, VersionRange
+from fusion_registry.yaml_source import short
 
 FusionName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=100)
@@ -31,6 +33,14 @@ FusionName = Annotated[
 Determinism = Literal["deterministic", "nondeterministic", "unknown"]
 
 LARGEST_LAYER_NUMBER = 100_000
+LAYER_NUMBER = "(?:100000|[1-9][0-9]{0,4})"
+LAYER_RANGES = (
+    rf" *{LAYER_NUMBER}( *- *{LAYER_NUMBER})?( *, *{LAYER_NUMBER}( *- *{LAYER_NUMBER})?)* *"
+)
+"""Pattern of layer numbers as a text, in the digits 0 to 9 only."""
+
+WORDS_OF_YAML = ("off", "on", "no", "yes", "false", "true", "null")
+"""A bare word of these is no text in YAML, however its letters are cased."""
 
 
 class LayerSet(BaseModel):
@@ -69,19 +79,16 @@ class LayerSet(BaseModel):
         ranges = []
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int | str):
-                raise ValueError(f"not layer numbers: {item!r}; write them like 3 or 1-4,7")
+                raise ValueError(f"not layer numbers: {short(item)}; write them like 3 or 1-4,7")
             for part in str(item).split(","):
-                first, dash, last = part.strip().partition("-")
-                try:
-                    low = int(first)
-                    high = int(last) if dash else low
-                except ValueError:
-                    raise ValueError(
-                        f"not layer numbers: {part!r}; write them like 3 or 1-4,7"
-                    ) from None
+                first, dash, last = part.strip(" ").partition("-")
+                numbers = (first.strip(" "), last.strip(" ") if dash else first.strip(" "))
+                if not all(re.fullmatch("0|[1-9][0-9]{0,99}", number) for number in numbers):
+                    raise ValueError(f"not layer numbers: {part!r}; write them like 3 or 1-4,7")
+                low, high = (int(number) for number in numbers)
                 if not 1 <= low <= high <= LARGEST_LAYER_NUMBER:
                     raise ValueError(
-                        f"layers {part.strip()!r} must count up from 1 to at most "
+                        f"layers {part.strip(' ')!r} must count up from 1 to at most "
                         f"{LARGEST_LAYER_NUMBER}"
                     )
                 ranges.append((low, high))
@@ -123,6 +130,16 @@ class FusionDeclaration(BaseModel):
     source: str = ""
     """Where the code or the formula comes from."""
 
+    @field_validator("name")
+    @classmethod
+    def _is_no_word_of_yaml(cls, value: str) -> str:
+        if value.casefold() in WORDS_OF_YAML:
+            raise ValueError(
+                f"a fusion cannot be called {value!r}, which YAML reads as something else than a "
+                "text; choose another name"
+            )
+        return value
+
 
 class StageSelection(BaseModel):
     """Which fusions serve a stage, best first, or `off`; for all layers or for some."""
@@ -146,12 +163,17 @@ class StageSelection(BaseModel):
     @classmethod
     def _read_off(cls, value: Any) -> Any:
         # YAML 1.1 reads a bare `off` as False.
-        if value is False:
+        if value is False or value == "off":
             return "off"
-        if isinstance(value, list | tuple) and not value:
+        if not isinstance(value, list | tuple):
+            one = f"; write [{value}]" if isinstance(value, str) else ""
+            raise ValueError(f"must be a list of fusion names, or off, got {short(value)}{one}")
+        if not value:
             raise ValueError("an empty list selects nothing; write `off`")
-        if isinstance(value, list | tuple) and len({str(item) for item in value}) < len(value):
-            raise ValueError(f"a fusion is listed twice: {value}")
+        if any(item is False or item == "off" for item in value):
+            raise ValueError("off may not stand in a list; write `fusions: off` or names alone")
+        if len({str(item) for item in value}) < len(value):
+            raise ValueError(f"a fusion is listed twice: {short(value)}; list it once")
         return value
 
     @field_validator("layers", mode="before")

@@ -9,6 +9,7 @@ thousands of digits, and escapes that are half of a character.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ MAX_DEPTH = 24
 """Nesting that no declaration needs; deeper documents are refused before Python's stack is."""
 LONGEST_INTEGER = 100
 """Characters; Python refuses to print an integer of a few thousand digits."""
+_DECIMAL = re.compile("[-+]?(0|[1-9][0-9]*)")
+"""YAML also has integers of base 2, 8 (`010` is 8), 16 and 60 (`1:4` is 64), and with underscores:
+in a list of layer numbers each of them is a slip."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ def format_path(path: KeyPath) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def short(value: Any) -> str:
+    """A value for a message, as YAML writes it where that differs from Python, and cut short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_yaml(text: str, origin: str) -> YamlSource:
@@ -121,12 +133,27 @@ def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath
             yield (*path, name), key
 
 
+def _integer(text: str) -> str:
+    try:
+        return str(yaml.safe_load(text))
+    except ValueError:  # such as 0b_
+        return "no integer"
+
+
 def _refuse_unprintable(node: yaml.ScalarNode, origin: str) -> None:
     text = str(node.value)
-    if node.tag == "tag:yaml.org,2002:int" and len(text) > LONGEST_INTEGER:
-        raise _refused(
-            origin, node, f"an integer of {len(text)} characters; at most {LONGEST_INTEGER}"
-        )
+    if node.tag == "tag:yaml.org,2002:int":
+        if len(text) > LONGEST_INTEGER:
+            raise _refused(
+                origin, node, f"an integer of {len(text)} characters; at most {LONGEST_INTEGER}"
+            )
+        if not _DECIMAL.fullmatch(text):
+            raise _refused(
+                origin,
+                node,
+                f"an integer must be written in decimal digits, got {text}, which YAML reads as "
+                f"{_integer(text)}; write the digits, or quote it if it is a text",
+            )
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise _refused(
             origin, node, f"{ascii(text)[:80]} holds half of a character; write it whole"

@@ -118,18 +118,30 @@ def test_reader_and_editor_accept(text: str) -> None:
         *(without(key) for key in FUSION),
         fusion(surplus=1),
         fusion(name="two words"),
+        fusion(name="off"),
+        fusion(name="Null"),
         fusion(stage="causal_conv"),
         fusion(implementation="a module"),
         fusion(determinism="maybe"),
         fusion(option="gdn_fusions"),
         fusion(packages={"a b": ">=1"}),
         fusion(preconditions=[{"tensor": "qkv"}]),
+        *(
+            fusion(preconditions=[{"kind": "dim_relation", "relation": "at_least", **keys}])
+            for keys in ({"dim": "qkv.batch", "of": "3"}, {"dim": "qkv.batch", "of": True})
+        ),
+        fusion(
+            preconditions=[
+                {"kind": "device_type", "tensors": ["qkv"], "types": ["cuda"], "interpreter": "yes"}
+            ]
+        ),
         fusion(preconditions=[{"kind": "dtype_inn", "tensor": "qkv", "dtypes": ["bfloat16"]}]),
         fusion(preconditions=[{"kind": "dtype_in", "tensor": "qkv", "dtypes": ["bf16"]}]),
         fusion(preconditions=[{"kind": "rank", "tensor": "qkv", "dims": ["batch"], "surplus": 1}]),
         "select: [{stage: gated_delta_rule}]",
         select(stage="causal_conv"),
         select(fusions="mine"),
+        select(fusions=["mine", "off"]),
         select(fusions=True),
         select(fusions=[]),
         select(fusions=["mine", "mine"]),
@@ -140,6 +152,10 @@ def test_reader_and_editor_accept(text: str) -> None:
         select(layers=[]),
         select(layers="all"),
         select(layers="1-"),
+        select(layers="1-100001"),
+        select(layers="01"),
+        select(layers="3\t"),
+        select(layers="٣"),
         select(layers="1;3"),
         select(layers=["1-4", None]),
         select(layers={"ranges": [[1, 2]]}),

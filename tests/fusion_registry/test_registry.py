@@ -351,7 +351,8 @@ def test_a_contested_name_is_an_error_that_names_both(plugins: Plugins, write: W
     plugins.install("broken_plugin", RESOURCE, document(declaration("built_in_lone")))
     both = (
         "fusion 'built_in_lone' is declared in tests/fusion_registry/toy_builtin/lone.yaml:3: "
-        "fusions[0] and by the plug-in 'broken_plugin-point' (broken_plugin), which failed to load: "
+        "fusions[0] and by the plug-in 'broken_plugin-point' (broken_plugin), which failed to "
+        "load: "
     )
     text = refusal(lambda: bind(load(), "lone", "built_in_lone"))
     assert f"test: {both}" in text

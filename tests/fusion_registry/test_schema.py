@@ -133,7 +133,9 @@ def test_all_faults_of_a_file_are_reported_at_once() -> None:
     ids=["file", "fusion", "selection", "precondition"],
 )
 def test_an_unknown_key_lists_the_valid_ones(document: Any, place: str, valid: Any) -> None:
-    assert f"{place}; valid: {', '.join(valid.model_fields)}" in refusal(document)
+    text = refusal(document)
+    assert f"{place}; did you mean " in text
+    assert f"? valid: {', '.join(valid.model_fields)}" in text
 
 
 @pytest.mark.parametrize("kind", precondition_kinds())
@@ -152,8 +154,10 @@ def test_an_unknown_kind_hints_and_lists_all_kinds() -> None:
 
 @pytest.mark.parametrize("key", ["1", "null", "2001-01-01", "true", "1.5"])
 def test_a_key_that_is_no_text_is_refused(key: str) -> None:
-    assert "Keys should be strings" in refusal(f"{key}: 2")
-    assert "Keys should be strings" in refusal(f"fusions:\n- {key}: 2")
+    assert "a key must be a text, got " in refusal(f"{key}: 2")
+    text = refusal(f"fusions:\n- name: a\n  {key}: 2")
+    assert "a key must be a text, got " in text
+    assert "; quote it or remove it" in text
 
 
 # --- YAML that is refused
@@ -188,6 +192,10 @@ def test_a_key_that_is_no_text_is_refused(key: str) -> None:
         ("fusions: 2001-99-99", "not readable as YAML"),
         ('fusions: "\\ud800"', "mine.yaml:1: '\\ud800' holds half of a character"),
         ('"\\udfff": 1', "'\\udfff' holds half of a character"),
+        *(
+            (f"fusions: {number}", f"in decimal digits, got {number}, which YAML reads as {value};")
+            for number, value in (("010", 8), ("1:4", 64), ("0x1F", 31), ("1_0", 10), ("0b11", 3))
+        ),
         ("fusions: " + "9" * 5000, f"an integer of 5000 characters; at most {LONGEST_INTEGER}"),
         ("0x" + "f" * 5000, f"an integer of 5002 characters; at most {LONGEST_INTEGER}"),
         ("- a", "a mapping with the keys fusions and select, got ['a']"),
@@ -266,7 +274,7 @@ def test_layer_numbers(layers: Any, ranges: Any, written: str) -> None:
 @pytest.mark.parametrize(
     "layers",
     [0, -1, "4-1", "0-3", "1-", "-3", "1-2-3", "one", "", ",", True, 1.5, [], [[1]], {"a": 1},
-     "1-100001", 10**40, "9" * 5000, ["1", None]],
+     "1-100001", 10**40, "9" * 5000, ["1", None], "٣", "１", "+3", "1_0", "3\t", "01"],
     ids=lambda value: ascii(value)[:16],
 )  # fmt: skip
 def test_bad_layer_numbers_are_refused(layers: Any) -> None:
@@ -284,6 +292,120 @@ def test_off_may_stand_bare(off: str) -> None:
     _, (selection,) = parse(f"select:\n- {{stage: lone, fusions: {off}}}")
     assert selection.selection.fusions == "off"
     assert selection.selection.candidates == ()
+
+
+@pytest.mark.parametrize("name", ["off", "OFF", "No", "null", "true"])
+def test_a_word_that_yaml_reads_otherwise_is_no_name(name: str) -> None:
+    text = refusal(with_fusion(name=name))
+    assert f"fusions[0].name: a fusion cannot be called '{name}', which YAML reads" in text
+
+
+SELECTED = "select[0].fusions: must be a list of fusion names, or off, got "
+WORDS: list[tuple[Any, str]] = [
+    (with_select(fusions="mine"), f"{SELECTED}'mine'; write [mine]"),
+    (with_select(fusions=True), f"{SELECTED}true"),
+    (with_select(fusions={"a": 1}), SELECTED + "{'a': 1}"),
+    (
+        with_select(fusions=["mine", False]),
+        "select[0].fusions: off may not stand in a list; write `fusions: off` or names alone",
+    ),
+    (
+        with_select(fusions=["mine", True]),
+        "select[0].fusions[1]: must be a text, got true; YAML reads a bare yes, no, on and off so: "
+        "quote a text",
+    ),
+    (
+        with_fusion(implementation="package.function"),
+        "fusions[0].implementation: must be package.module:callable, got 'package.function'; "
+        "did you mean 'package:function'?",
+    ),
+    (
+        with_fusion(implementation="a b:c"),
+        "fusions[0].implementation: must be package.module:callable, got 'a b:c'",
+    ),
+    (with_fusion(stage=None), "must be a text, got null; write it out or remove the key"),
+    (
+        with_fusion(name="x y"),
+        "fusions[0].name: must be a name (letters, digits, _, . and -, a letter or _ first), got "
+        "'x y'",
+    ),
+    (with_fusion(name="x" * 101), "fusions[0].name: must be a text of at most 100 characters, got"),
+    (with_fusion(preconditions={"a": 1}), "preconditions: must be a list, got {'a': 1}"),
+    (with_fusion(preconditions=[5]), "preconditions[0]: must be a mapping of keys to values, got"),
+    (
+        with_fusion(packages={"a b": ">=1"}),
+        "the key must be the name of a distribution (such as triton), got 'a b'",
+    ),
+    (with_fusion(packages={"a": 3.4}), "fusions[0].packages.a: must be a text, got 3.4; quote it"),
+    (
+        with_fusion(determinism="deterministc"),
+        "got 'deterministc'; did you mean 'deterministic'?",
+    ),
+    (
+        with_rule(kind="rank", tensor="x", dims="rows"),
+        "preconditions[0].dims: must be a list, got 'rows'; write [rows]",
+    ),
+    (
+        with_rule(kind="rank", tensor="x", dims=[]),
+        "preconditions[0].dims: must be a list with at least 1 in it, got []",
+    ),
+    (
+        with_rule(kind="dim_relation", dim="x.rows", relation="equal_to", of=1.5),
+        "preconditions[0].of: must be an integer or a text, got 1.5",
+    ),
+    (
+        with_rule(kind="dim_relation", dim="x.rows", relation="equal_to", of="3"),
+        "preconditions[0].of: must be an integer, a dimension of an input (such as x.head_dim) or "
+        "a name (letters, digits and _, no digit first), got '3'",
+    ),
+    (
+        with_rule(kind="dim_relation", dim="x.rows", relation="multiple_of", of=0),
+        "`of` must be at least 1 for multiple_of, got 0; correct it",
+    ),
+    (
+        with_rule(kind="value_equals", subject="layer.a", value=[1]),
+        "preconditions[0].value: must be true or false, an integer, a number or a text, got [1]",
+    ),
+    (
+        with_rule(kind="value_in", subject="layer.a", values=[{}]),
+        "preconditions[0].values[0]: must be true or false, an integer, a number or a text, got {}",
+    ),
+    (
+        with_rule(kind="value_equals", subject="norm", value=1),
+        "preconditions[0].subject: must be a path from config or layer (such as config.bf16 or "
+        "layer.out_norm), got 'norm'",
+    ),
+    (
+        with_rule(kind="device_type", tensors=["x"], types=["gpu"]),
+        "preconditions[0].types[0]: must be 'cuda', 'cpu' or 'meta', got 'gpu'",
+    ),
+    (
+        with_rule(kind="device_type", tensors=["x"], types=["cuda"], interpreter="yes"),
+        "preconditions[0].interpreter: must be true or false, got 'yes'",
+    ),
+    (
+        with_rule(kind="device_capability", tensor="x", at_least=9.0),
+        "preconditions[0].at_least: must be a text, got 9.0; quote it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "message"), WORDS, ids=[text for _, text in WORDS])
+def test_one_fault_is_told_once_and_in_words_of_yaml(document: Any, message: str) -> None:
+    text = refusal(document)
+    assert message in text
+    assert len(text.splitlines()) == 1
+    for word in ("tuple", "pattern", "dictionary", "constrained"):
+        assert word not in text
+
+
+def test_a_misspelt_key_is_not_missing_too() -> None:
+    document = with_fusion(nam="mine")
+    del document["fusions"][0]["name"]
+    assert refusal(document).startswith(
+        "mine.yaml:11: fusions[0].nam: unknown key 'nam'; did you mean 'name'? valid: name, stage"
+    )
+    assert len(refusal(document).splitlines()) == 1
 
 
 @pytest.mark.parametrize("fusions", ["mine", "on", True, None, 0, {}, [3], [["mine"]]], ids=str)

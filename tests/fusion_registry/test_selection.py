@@ -221,7 +221,8 @@ def test_a_fusion_of_another_stage(selection) -> None:
     )
     text = refusal(lambda: selection(file="- {stage: second, fusions: [mine]}"))
     assert text.endswith(
-        "file.yaml:8: select[0].fusions[0]: fusion 'mine' serves stage lone, not second; fusions of second: my_second"
+        "file.yaml:8: select[0].fusions[0]: fusion 'mine' serves stage lone, not second; "
+        "fusions of second: my_second"
     )
 
 
