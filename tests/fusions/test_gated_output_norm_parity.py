@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.gdn import reference
 from megatron.gdn.fusions import gated_output_norm as fusion
 from megatron.gdn.fusions.gated_output_norm import LaunchConfig, fused_gated_output_norm
+from megatron.gdn.fusions.kernel_launch import KernelLauncher
 from tests.fusions.interpreter_support import round_bfloat16_to_nearest_even
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -402,7 +403,7 @@ def test_computes_only_the_gradients_asked_for(
 
             return launch
 
-    monkeypatch.setattr(fusion, "_backward_kernel", Watched())
+    monkeypatch.setattr(fusion, "_launch_backward_kernel", KernelLauncher(Watched()))
     out.backward(dout)
     assert handed == [tuple(map(bool, needs))]
     for leaf, need, name in zip(leaves, needs, ("dx", "dgate", "dweight"), strict=True):
@@ -448,7 +449,7 @@ class _NoKernel:
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, _NoKernel]:
     stubs = {name: _NoKernel() for name in ("forward", "backward", "sum_partials")}
     for name, stub in stubs.items():
-        monkeypatch.setattr(fusion, f"_{name}_kernel", stub)
+        monkeypatch.setattr(fusion, f"_launch_{name}_kernel", KernelLauncher(stub))
     return stubs
 
 
@@ -458,7 +459,7 @@ def test_reads_every_layout_in_place(
 ) -> None:
     monkeypatch.undo()  # the poison would show among the operators
     for name, stub in no_kernels.items():
-        monkeypatch.setattr(fusion, f"_{name}_kernel", stub)
+        monkeypatch.setattr(fusion, f"_launch_{name}_kernel", KernelLauncher(stub))
     case = Case(x_layout=layout, gate_layout=layout, dout_layout=layout)
     x, gate, weight, dout = make(case)
     with _Operators() as operators:

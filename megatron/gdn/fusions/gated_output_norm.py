@@ -34,7 +34,6 @@ from the formulas above.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,6 +45,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_registry import checked_by_declaration
+from megatron.gdn.fusions.kernel_launch import KernelLauncher, alignment_bits, fits_int32
 
 FORWARD_TILE_ELEMENTS = 2048
 BACKWARD_TILE_ELEMENTS = 1024
@@ -57,6 +57,7 @@ NEGATIVE_LOG2_E = tl.constexpr(-1.4426950408889634)
 PARTIAL_ROWS = 128
 PARTIAL_COLUMNS = 8
 """Tile of the second stage of `dw`: 8 float32 are one 32-byte sector."""
+SUM_WARPS = 4
 
 # Kernel arguments that the compiler must not look at: a new sequence length compiles nothing.
 _TOKEN_COUNTS = ("n_tiles", "n_sequence")
@@ -333,6 +334,11 @@ def _sum_partials_kernel(
     tl.store(p_dweight + o_dim, b_dweight)
 
 
+_launch_forward_kernel = KernelLauncher(_forward_kernel)
+_launch_backward_kernel = KernelLauncher(_backward_kernel)
+_launch_sum_partials_kernel = KernelLauncher(_sum_partials_kernel)
+
+
 def launch_forward(
     x: Tensor,
     gate: Tensor,
@@ -343,18 +349,28 @@ def launch_forward(
 ) -> Tensor:
     """Runs the forward kernel on the current stream; `config` replaces the table's choice."""
     batch, length, heads, head_dim = x.shape
-    config = config or forward_launch(heads, head_dim)
     x_b, x_s, x_h, x_d = x.stride()
     gate_b, gate_s, gate_h, gate_d = gate.stride()
+    align_x, align_gate = _alignment(x_b, x_s, x_h), _alignment(gate_b, gate_s, gate_h)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    variant = None
+    if config is None:
+        config = forward_launch(heads, head_dim)
+        if x_d == 1 and gate_d == 1 and fits_int32(batch * length * heads):
+            variant = (
+                *(x.dtype, gate.dtype, weight.dtype, heads, head_dim, align_x, align_gate),
+                *(zero_centered_gamma, alignment_bits(x, gate, weight, out)),
+            )
     tiles = config.tiles(batch, length, heads)
-    with _device_of(x):
-        _forward_kernel[(config.programs(tiles, _multiprocessors(x)),)](
+    _launch_forward_kernel(
+        config.programs(tiles, _multiprocessors(x)),
+        x,
+        (
             x,
             gate,
             weight,
             out,
-            eps,
+            float(eps),
             tiles,
             length,
             x_b,
@@ -369,12 +385,14 @@ def launch_forward(
             config.tile_tokens,
             config.tile_heads,
             heads // config.tile_heads,
-            _alignment(x_b, x_s, x_h),
-            _alignment(gate_b, gate_s, gate_h),
+            align_x,
+            align_gate,
             zero_centered_gamma,
             config.num_stages,
-            num_warps=config.num_warps,
-        )
+        ),
+        config.num_warps,
+        variant,
+    )
     return out
 
 
@@ -397,10 +415,13 @@ def launch_backward(
         dx, dgate, dweight; None for each that is not wanted.
     """
     batch, length, heads, head_dim = x.shape
-    config = config or backward_launch(heads, head_dim)
     x_b, x_s, x_h, x_d = x.stride()
     gate_b, gate_s, gate_h, gate_d = gate.stride()
     dout_b, dout_s, dout_h, dout_d = dout.stride()
+    align_x, align_gate = _alignment(x_b, x_s, x_h), _alignment(gate_b, gate_s, gate_h)
+    align_dout = _alignment(dout_b, dout_s, dout_h)
+    known = config is None
+    config = config or backward_launch(heads, head_dim)
     tiles = config.tiles(batch, length, heads)
     programs = config.programs(tiles, _multiprocessors(x))
     needs_x, needs_gate, needs_weight = needs
@@ -412,8 +433,17 @@ def launch_backward(
     if needs_weight:
         dweight = torch.empty_like(weight)
         partial = torch.empty((programs, head_dim), dtype=torch.float32, device=x.device)
-    with _device_of(x):
-        _backward_kernel[(programs,)](
+    variant = None
+    if known and x_d == 1 and gate_d == 1 and dout_d == 1 and fits_int32(batch * length * heads):
+        variant = (
+            *(x.dtype, gate.dtype, weight.dtype, heads, head_dim, align_x, align_gate, align_dout),
+            *(zero_centered_gamma, needs),
+            alignment_bits(x, gate, weight, dout, dx, dgate, partial),
+        )
+    _launch_backward_kernel(
+        programs,
+        x,
+        (
             x,
             gate,
             weight,
@@ -421,7 +451,7 @@ def launch_backward(
             dx,
             dgate,
             partial,
-            eps,
+            float(eps),
             tiles,
             length,
             x_b,
@@ -440,18 +470,24 @@ def launch_backward(
             config.tile_tokens,
             config.tile_heads,
             heads // config.tile_heads,
-            _alignment(x_b, x_s, x_h),
-            _alignment(gate_b, gate_s, gate_h),
-            _alignment(dout_b, dout_s, dout_h),
+            align_x,
+            align_gate,
+            align_dout,
             zero_centered_gamma,
             config.num_stages,
-            num_warps=config.num_warps,
+        ),
+        config.num_warps,
+        variant,
+    )
+    if needs_weight:
+        columns = min(head_dim, PARTIAL_COLUMNS)
+        _launch_sum_partials_kernel(
+            head_dim // columns,
+            x,
+            (partial, dweight, programs, head_dim, PARTIAL_ROWS, columns),
+            SUM_WARPS,
+            (weight.dtype, head_dim, alignment_bits(partial, dweight)),
         )
-        if needs_weight:
-            columns = min(head_dim, PARTIAL_COLUMNS)
-            _sum_partials_kernel[(head_dim // columns,)](
-                partial, dweight, programs, head_dim, PARTIAL_ROWS, columns, num_warps=4
-            )
     return dx, dgate, dweight
 
 
@@ -459,13 +495,6 @@ def _alignment(batch_stride: int, token_stride: int, head_stride: int) -> int:
     """Largest power of two, up to MAX_ALIGNMENT, that divides all three strides."""
     bits = batch_stride | token_stride | head_stride | MAX_ALIGNMENT
     return bits & -bits
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes the device of `x` current, at no cost when it already is."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 @cache

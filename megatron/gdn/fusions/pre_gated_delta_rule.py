@@ -56,6 +56,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_registry import checked_by_declaration
+from megatron.gdn.fusions.kernel_launch import KernelLauncher, alignment_bits, fits_int32
 
 L2_NORM_EPS = tl.constexpr(1e-6)
 
@@ -70,6 +71,7 @@ _REDUCE_COLUMNS = 64
 _REDUCE_ROWS = 16
 _DECAY_VALUES_PER_WARP = 128
 _MAX_WARPS = 4
+_SMALL_WARPS = 4
 _MIN_CHUNK, _MAX_CHUNK = 16, 1024
 # Several rounds of programs over the 132 multiprocessors of an H100 or H200: the last round is
 # never full. A constant, not the device's own count, so that ranks agree.
@@ -370,13 +372,13 @@ def _pre_gated_delta_rule_forward_kernel(
     n_batch,
     n_tokens,
     n_chunk,
+    X_VECTOR: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,
     L2NORM: tl.constexpr,
-    X_VECTOR: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
     BLOCK_DK: tl.constexpr,
@@ -791,12 +793,6 @@ def _pre_gated_delta_rule_backward_kernel(
     n_batch,
     n_tokens,
     n_chunk,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    L2NORM: tl.constexpr,
     NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
@@ -804,6 +800,12 @@ def _pre_gated_delta_rule_backward_kernel(
     X_VECTOR: tl.constexpr,
     DY_VECTOR: tl.constexpr,
     DY_UNIT_STRIDE: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    L2NORM: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
     BLOCK_DK: tl.constexpr,
@@ -1061,13 +1063,10 @@ def backward_config(
     )
 
 
-def _launch(kernel: Any, programs: int, tensor: Tensor, *args: Any, **options: Any) -> None:
-    """Launch on the device of `tensor`, which need not be the current one."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        with torch.cuda.device(tensor.device):
-            kernel[(programs,)](*args, **options)
-    else:
-        kernel[(programs,)](*args, **options)
+_launch_forward_kernel = KernelLauncher(_pre_gated_delta_rule_forward_kernel)
+_launch_backward_kernel = KernelLauncher(_pre_gated_delta_rule_backward_kernel)
+_launch_sum_parts_kernel = KernelLauncher(_sum_parts_kernel)
+_launch_document_lookback_kernel = KernelLauncher(_document_lookback_kernel)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -1090,25 +1089,24 @@ def _vector(tensor: Tensor, strides: tuple[int, ...], row: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared_constants(sizes: HeadSizes, width: int, config: LaunchConfig) -> dict[str, Any]:
-    """Compile-time arguments that both large kernels take; the callers must not modify them."""
+def _shared_constants(sizes: HeadSizes, width: int, config: LaunchConfig) -> tuple[Any, ...]:
+    """The last arguments of both large kernels, from HK on; `chunk` has no part in them."""
     block_hv = triton.next_power_of_2(sizes.num_value_heads)
-    return {
-        "HK": sizes.num_key_heads,
-        "HV": sizes.num_value_heads,
-        "DK": sizes.key_head_dim,
-        "DV": sizes.value_head_dim,
-        "WIDTH": width,
-        "L2NORM": sizes.use_qk_l2norm,
-        "KEY_ROWS": config.key_rows,
-        "VALUE_ROWS": config.value_rows,
-        "BLOCK_DK": triton.next_power_of_2(sizes.key_head_dim),
-        "BLOCK_DV": triton.next_power_of_2(sizes.value_head_dim),
-        "BLOCK_HV": block_hv,
-        "BLOCK_TOKENS": max(1, config.num_warps * _DECAY_VALUES_PER_WARP // block_hv),
-        "UNROLL": config.unroll,
-        "num_warps": config.num_warps,
-    }
+    return (
+        sizes.num_key_heads,
+        sizes.num_value_heads,
+        sizes.key_head_dim,
+        sizes.value_head_dim,
+        width,
+        sizes.use_qk_l2norm,
+        config.key_rows,
+        config.value_rows,
+        triton.next_power_of_2(sizes.key_head_dim),
+        triton.next_power_of_2(sizes.value_head_dim),
+        block_hv,
+        max(1, config.num_warps * _DECAY_VALUES_PER_WARP // block_hv),
+        config.unroll,
+    )
 
 
 def _document_lookback(cu_seqlens: Tensor, length: int, width: int) -> Tensor:
@@ -1116,18 +1114,13 @@ def _document_lookback(cu_seqlens: Tensor, length: int, width: int) -> Tensor:
     cu_seqlens = cu_seqlens.contiguous()
     documents = cu_seqlens.shape[0] - 1
     lookback = torch.empty(length, dtype=torch.uint8, device=cu_seqlens.device)
-    _launch(
-        _document_lookback_kernel,
+    counts = (documents, length, documents.bit_length())
+    _launch_document_lookback_kernel(
         -(-length // _LOOKBACK_TOKENS),
         cu_seqlens,
-        cu_seqlens,
-        lookback,
-        documents,
-        length,
-        documents.bit_length(),
-        WIDTH=width,
-        BLOCK=_LOOKBACK_TOKENS,
-        num_warps=4,
+        (cu_seqlens, lookback, *counts, width, _LOOKBACK_TOKENS),
+        _SMALL_WARPS,
+        (cu_seqlens.dtype, width, alignment_bits(lookback)) if fits_int32(length) else None,
     )
     return lookback
 
@@ -1155,28 +1148,38 @@ def _launch_forward(
     g = torch.empty_like(beta)
     stride_s, stride_b, _ = _strides(qkvzba)
     vector = _vector(qkvzba, (stride_s, stride_b), sizes.channels)
-    _launch(
-        _pre_gated_delta_rule_forward_kernel,
+    variant = None
+    if fits_int32(batch * length):
+        variant = (
+            *(dtype, conv_weight.dtype, conv_bias is None or conv_bias.dtype),
+            *(A_log.dtype, dt_bias.dtype, lookback is None, vector, sizes, width),
+            alignment_bits(qkvzba, q, k, v, beta, g),
+        )
+    _launch_forward_kernel(
         config.slots * batch * -(-length // config.chunk),
         qkvzba,
-        qkvzba,
-        conv_weight.contiguous(),
-        None if conv_bias is None else conv_bias.contiguous(),
-        A_log.contiguous(),
-        dt_bias.contiguous(),
-        lookback,
-        q,
-        k,
-        v,
-        beta,
-        g,
-        stride_s // vector,
-        stride_b // vector,
-        batch,
-        length,
-        config.chunk,
-        X_VECTOR=vector,
-        **_shared_constants(sizes, width, config),
+        (
+            qkvzba,
+            conv_weight.contiguous(),
+            None if conv_bias is None else conv_bias.contiguous(),
+            A_log.contiguous(),
+            dt_bias.contiguous(),
+            lookback,
+            q,
+            k,
+            v,
+            beta,
+            g,
+            stride_s // vector,
+            stride_b // vector,
+            batch,
+            length,
+            config.chunk,
+            vector,
+            *_shared_constants(sizes, width, config),
+        ),
+        config.num_warps,
+        variant,
     )
     return q, k, v, beta, g
 
@@ -1237,40 +1240,53 @@ def _launch_backward(
     shape = (length, batch, sizes.channels) if need_x else (0,)
     dx = torch.empty(shape, dtype=qkvzba.dtype, device=device)
     partial = torch.empty((parts, columns), dtype=torch.float32, device=device)
-    _launch(
-        _pre_gated_delta_rule_backward_kernel,
+    variant = None
+    if fits_int32(batch * length):
+        variant = (
+            *(qkvzba.dtype, conv_weight.dtype, conv_bias is None or conv_bias.dtype),
+            *(A_log.dtype, dt_bias.dtype, lookback is None, x_vector, dy_vector, unit_stride),
+            *(need_x, need_weight, need_bias, need_decay, sizes, width),
+            *(grad.dtype for grad in wide),
+            *(grad.dtype for grad in narrow),
+            alignment_bits(qkvzba, *wide, *narrow, dx, partial),
+        )
+    _launch_backward_kernel(
         config.slots * parts,
         qkvzba,
-        qkvzba,
-        conv_weight.contiguous(),
-        None if conv_bias is None else conv_bias.contiguous(),
-        A_log.contiguous(),
-        dt_bias.contiguous(),
-        lookback,
-        *wide,
-        *narrow,
-        dx,
-        partial,
-        stride_s // x_vector,
-        stride_b // x_vector,
-        *(
-            step
-            for stride in wide_strides
-            for step in (*(outer // dy_vector for outer in stride[:3]), stride[3])
+        (
+            qkvzba,
+            conv_weight.contiguous(),
+            None if conv_bias is None else conv_bias.contiguous(),
+            A_log.contiguous(),
+            dt_bias.contiguous(),
+            lookback,
+            *wide,
+            *narrow,
+            dx,
+            partial,
+            stride_s // x_vector,
+            stride_b // x_vector,
+            *(
+                step
+                for stride in wide_strides
+                for step in (*(outer // dy_vector for outer in stride[:3]), stride[3])
+            ),
+            *_strides(narrow[0]),
+            *_strides(narrow[1]),
+            batch,
+            length,
+            config.chunk,
+            need_x,
+            need_weight,
+            need_bias,
+            need_decay,
+            x_vector,
+            dy_vector,
+            unit_stride,
+            *_shared_constants(sizes, width, config),
         ),
-        *_strides(narrow[0]),
-        *_strides(narrow[1]),
-        batch,
-        length,
-        config.chunk,
-        NEED_X=need_x,
-        NEED_WEIGHT=need_weight,
-        NEED_BIAS=need_bias,
-        NEED_DECAY=need_decay,
-        X_VECTOR=x_vector,
-        DY_VECTOR=dy_vector,
-        DY_UNIT_STRIDE=unit_stride,
-        **_shared_constants(sizes, width, config),
+        config.num_warps,
+        variant,
     )
     sums: list[Tensor | None] = [
         torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -1284,22 +1300,27 @@ def _launch_backward(
         )
     ]
     if columns:
-        _launch(
-            _sum_parts_kernel,
+        _launch_sum_parts_kernel(
             -(-columns // _REDUCE_COLUMNS),
             partial,
-            partial,
-            *sums,
-            parts,
-            CONV_CHANNELS=sizes.conv_channels,
-            HV=heads,
-            WIDTH=width,
-            NEED_WEIGHT=need_weight,
-            NEED_BIAS=need_bias,
-            NEED_DECAY=need_decay,
-            BLOCK_ROWS=_REDUCE_ROWS,
-            BLOCK_COLUMNS=_REDUCE_COLUMNS,
-            num_warps=4,
+            (
+                partial,
+                *sums,
+                parts,
+                sizes.conv_channels,
+                heads,
+                width,
+                need_weight,
+                need_bias,
+                need_decay,
+                _REDUCE_ROWS,
+                _REDUCE_COLUMNS,
+            ),
+            _SMALL_WARPS,
+            (
+                *(None if total is None else total.dtype for total in sums),
+                *(sizes, width, alignment_bits(partial, *sums)),
+            ),
         )
     return (dx if need_x else None, *sums)
 
