@@ -9,12 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed import ranks
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is decorated, so it must be set before a test imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ranks-on-cpu",
+        action="store_true",
+        help="tests/distributed: gloo and Triton's interpreter also where there are GPUs enough",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.on_cpu = config.getoption("--ranks-on-cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,8 @@ from megatron.training.arguments import parse_args, validate_args
 
 from megatron.gdn import agreement, pretrain
 from megatron.gdn.agreement import agree_on_fusions
-from tests.gdn.layer_support import make_config
+from tests.distributed.ranks import backend
+from tests.gdn.layer_support import DEVICE, make_config
 from tests.gdn.test_pretrain import GDN, MODEL, NORM
 
 FUSIONS = """
@@ -86,8 +87,8 @@ def agree_in_every_case(
     with lacking:
         said["package"] = agree({"gdn_gated_output_norm_fusion": True}, world_size)
     if before_start:
-        torch.distributed.init_process_group("gloo")
-    total = torch.ones(1)
+        torch.distributed.init_process_group(backend())
+    total = torch.ones(1, device=DEVICE)
     torch.distributed.all_reduce(total)
     assert total.item() == 2
     return said

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -16,12 +16,14 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron.gdn import GatedDeltaNet, fusion_report, get_gated_delta_net_module_spec
+from megatron.gdn.megatron_core_0_19 import parameters_on_cpu_without_cuda
 from megatron.gdn.norm_gradient import sum_norm_gradient
-from tests.gdn.layer_support import make_config
+from tests.gdn.layer_support import DEVICE, make_config
 
 PRE = {"gdn_pre_gated_delta_rule_fusion": True}
 NORM = {"gdn_gated_output_norm_fusion": True}
@@ -38,6 +40,23 @@ SIZES = {
 
 DOCUMENTS = (8, 4)
 """Lengths of packed documents: megatron-core pads each to a multiple of twice the CP size."""
+
+
+REFERENCE_KERNELS = Path(__file__).with_name("reference_kernels.yaml")
+
+
+def stand_ins(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that put the plain-torch reference where a GPU would run FLA's kernels.
+
+    Without CUDA it stands there anyway. FLA's kernels take minutes to tune for shapes like these,
+    multiply in TF32, and are as local to a rank as their stand-ins.
+    """
+    if DEVICE.type == "cpu":
+        return {}
+    names = ["reference_gated_delta_rule"]
+    if "gdn_pre_gated_delta_rule_fusion" not in options:
+        names += ["reference_causal_conv1d", "reference_prepare_qkv"]
+    return {"gdn_fusions": tuple(names), "gdn_fusion_config": str(REFERENCE_KERNELS)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ class MarkedNorm:
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float) -> nn.RMSNorm:  # type: ignore[misc]
-        norm = nn.RMSNorm(hidden_size, eps, dtype=config.params_dtype)
+        norm = nn.RMSNorm(hidden_size, eps, dtype=config.params_dtype, device=DEVICE)
         norm.weight.sequence_parallel = config.sequence_parallel
         return norm
 
@@ -75,6 +94,8 @@ def start_layout(tp: int, cp: int) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, context_parallel_size=cp
     )
+    if DEVICE.type == "cuda":
+        model_parallel_cuda_manual_seed(1234)
     ranks = range(torch.distributed.get_world_size())
     mine = [torch.distributed.new_group([rank]) for rank in ranks][torch.distributed.get_rank()]
     return ProcessGroupCollection(tp=mine, cp=mine)
@@ -91,6 +112,7 @@ def build(case: Case, groups: ProcessGroupCollection, sequence_parallel: bool) -
         context_parallel_size=cp,
         sequence_parallel=sequence_parallel,
         **case.options,
+        **stand_ins(case.options),
     )
     spec = get_gated_delta_net_module_spec(config)
     if case.sequence_parallel:
@@ -98,7 +120,7 @@ def build(case: Case, groups: ProcessGroupCollection, sequence_parallel: bool) -
     layer: GatedDeltaNet = build_module(
         spec, config=config, layer_number=1, pg_collection=groups, conv_bias=True
     )
-    return layer.to(case.dtype)
+    return layer.to(device=DEVICE, dtype=case.dtype)
 
 
 def shard(layer: GatedDeltaNet, name: str, whole: Tensor) -> Tensor:
@@ -133,7 +155,7 @@ def distinct_weights(layer: GatedDeltaNet) -> None:
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.normal_(std=0.3)
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
         layer.A_log.copy_(torch.linspace(-2.0, 1.0, len(layer.A_log)))
         layer.dt_bias.copy_(torch.linspace(1.5, -1.0, len(layer.dt_bias)))
         layer.out_norm.weight.copy_(torch.linspace(0.5, 1.5, len(layer.out_norm.weight)))
@@ -171,11 +193,11 @@ def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
     batch = 1 if case.packed else 2
     packing = None
     if case.packed:
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
         packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends.clone())
     torch.manual_seed(5)
     shape = (sum(lengths), batch, SIZES["hidden_size"])
-    hidden, upstream = torch.randn(2, *shape).to(case.dtype)
+    hidden, upstream = torch.randn(2, *shape).to(device=DEVICE, dtype=case.dtype)
     mine = tokens_of_rank(lengths, cp, groups.cp.rank())
     if case.sequence_parallel:
         mine = mine.chunk(tp)[groups.tp.rank()]
@@ -215,10 +237,9 @@ def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
 
 def compare_all(cases: list[Case], tp: int, cp: int) -> dict[str, dict[str, float]]:
     """What every rank runs: the errors of every case."""
-    torch.compiler.set_stance("force_eager")
     alone = start_layout(tp, cp)
     # Where megatron-core gathers the sequence, it asks for a CUDA device.
-    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+    with parameters_on_cpu_without_cuda():
         return {str(case): compare(case, alone) for case in cases}
 
 
@@ -236,18 +257,18 @@ def norm_gradient_of_one_rank_each() -> dict[str, list[float]]:
             (weight * mine / 4 + weight * mine * 3 / 4).sum().backward()
         return weight.grad.tolist()
 
-    first = nn.Parameter(torch.ones(2))
+    first = nn.Parameter(torch.ones(2, device=DEVICE))
     found = {"two_backwards": accumulated(first)}
     # Copied, as a module is: hooks are not copied along.
     found["copied_parameter"] = accumulated(copy.deepcopy(first))
-    marked = nn.Parameter(torch.ones(2))
+    marked = nn.Parameter(torch.ones(2, device=DEVICE))
     marked.sequence_parallel = True
     found["marked_but_off"] = accumulated(marked)
-    marked = nn.Parameter(torch.ones(2))
+    marked = nn.Parameter(torch.ones(2, device=DEVICE))
     marked.sequence_parallel = True
     config.sequence_parallel = True
     found["left_to_megatron_core"] = accumulated(marked)
-    found["unmarked"] = accumulated(nn.Parameter(torch.ones(2)))
-    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    found["unmarked"] = accumulated(nn.Parameter(torch.ones(2, device=DEVICE)))
+    frozen = nn.Parameter(torch.ones(2, device=DEVICE), requires_grad=False)
     sum_norm_gradient([frozen], config, group)
     return found

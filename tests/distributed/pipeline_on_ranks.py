@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -12,7 +11,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.gdn import fusion_report, get_gdn_block_spec
-from tests.gdn.layer_support import make_config
+from megatron.gdn.megatron_core_0_19 import parameters_on_cpu_without_cuda
+from tests.distributed.layer_on_ranks import stand_ins, start_layout
+from tests.gdn.layer_support import DEVICE, make_config
 
 LENGTH, BATCH, VOCABULARY, LAYERS = 8, 2, 32, 4
 
@@ -27,8 +28,9 @@ def build(options: dict[str, Any], stages: int, stage: int, groups: Any) -> GPTM
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         **options,
+        **stand_ins(options),
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         get_gdn_block_spec(config, pp_rank=stage),
         VOCABULARY,
@@ -39,16 +41,14 @@ def build(options: dict[str, Any], stages: int, stage: int, groups: Any) -> GPTM
         share_embeddings_and_output_weights=False,
         pg_collection=groups,
     )
+    return model.to(DEVICE)
 
 
 def compare_stages(options: dict[str, Any]) -> dict[str, float]:
     """Errors, relative to the largest value, of this stage's gradients and of the loss."""
-    torch.compiler.set_stance("force_eager")
-    parallel_state.initialize_model_parallel()
-    ranks = range(torch.distributed.get_world_size())
+    alone = start_layout(1, 1).tp
     stage = torch.distributed.get_rank()
-    alone = [torch.distributed.new_group([rank]) for rank in ranks][stage]
-    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+    with parameters_on_cpu_without_cuda():
         groups = ProcessGroupCollection.use_mpu_process_groups()
         for name in ("tp", "cp", "pp", "embd"):
             setattr(groups, name, alone)
@@ -65,7 +65,7 @@ def compare_stages(options: dict[str, Any]) -> dict[str, float]:
             for name, parameter in mine.named_parameters():
                 parameter.copy_(parameters[name])
         torch.manual_seed(1)
-        tokens, labels = torch.randint(VOCABULARY, (2, BATCH, LENGTH))
+        tokens, labels = torch.randint(VOCABULARY, (2, BATCH, LENGTH)).to(DEVICE)
         expected = whole(tokens, None, None, labels=labels).mean()
         expected.backward()
         loss = _run(mine, stage, tokens, labels)
@@ -94,7 +94,7 @@ def _run(model: GPTModel, stage: int, tokens: Any, labels: Any) -> torch.Tensor 
         torch.distributed.recv(gradient, 1)
         hidden.backward(gradient)
         return None
-    received = torch.empty(LENGTH, BATCH, model.config.hidden_size)
+    received = torch.empty(LENGTH, BATCH, model.config.hidden_size, device=DEVICE)
     torch.distributed.recv(received, 0)
     model.set_input_tensor(received.requires_grad_())
     loss: torch.Tensor = model(tokens, None, None, labels=labels).mean()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts ranks on this machine, each a process, and brings back what they return.
 
-Ranks are forked from one server process that has imported torch and megatron-core already, so that
-a launch costs a second. A rank that raises ends the launch with every rank's traceback; one that
-hangs shows where, and ends it too.
+With as many GPUs as ranks, each rank has its own and they speak NCCL. Otherwise they are ranks on
+the CPU, with gloo and Triton's interpreter, forked from one server process that has imported torch
+and megatron-core already, so that a launch costs a second. A rank that raises ends the launch with
+every rank's traceback; one that hangs shows where, and ends it too.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ from unittest import mock
 
 _PRELOADED = ["tests.distributed.layer_on_ranks", "megatron.gdn.fusions.pre_gated_delta_rule"]
 
+_START_ON_GPU = 60.0
+"""Seconds more on a GPU, where a rank imports torch itself, NCCL connects and kernels compile."""
+
+on_cpu = False
+"""Ranks on the CPU also where there are GPUs enough (pytest's --ranks-on-cpu)."""
+
 
 class RankError(AssertionError):
     """A rank raised, died or hung; the text has what every rank said."""
 
 
 def start_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
-    """Run `function(*args)` on every rank of a gloo world, torch.distributed started.
+    """Run `function(*args)` on every rank of a world, torch.distributed started.
 
     Args:
         function: of a module, so that it can be pickled.
         world_size: number of ranks.
         args: picklable.
-        timeout: seconds, from the start of the ranks; the one-off import is not counted.
+        timeout: seconds, from the start of the ranks; on the CPU the one-off import is not
+            counted, and ranks on GPUs get a minute more.
 
     Returns:
         What the ranks returned, by rank.
@@ -50,7 +58,7 @@ def start_ranks(
 
 
 def start_bare_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
     """As `start_ranks`, with only the environment that torchrun sets: nothing is started."""
     return _launch(_bare, function, world_size, args, timeout)
@@ -63,18 +71,16 @@ def _launch(
     args: tuple[Any, ...],
     timeout: float,
 ) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    if enough_gpus(world_size):
+        # Not forked: imports ask the CUDA driver things, and a fork of it is of no use.
+        context: Any = multiprocessing.get_context("spawn")
+        timeout += _START_ON_GPU
+    else:
+        context = _forkserver_on_cpu()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        # The server imports before it forks the first rank, and keeps the environment that it
-        # starts with: also on a host with GPUs these are ranks on the CPU.
-        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
-            first = context.Process(target=_nothing)
-            first.start()
-            first.join()
         ranks = [
             context.Process(
                 target=_run_rank,
@@ -110,6 +116,25 @@ def _launch(
         ]
 
 
+def enough_gpus(world_size: int) -> bool:
+    """Whether every rank gets a GPU of its own. Starts no CUDA context in this process."""
+    import torch
+
+    return not on_cpu and torch.cuda.device_count() >= world_size
+
+
+def _forkserver_on_cpu() -> Any:
+    """The server imports before it forks the first rank, and keeps the environment that it starts
+    with: also on a host with GPUs its ranks see none."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
+        first = context.Process(target=_nothing)
+        first.start()
+        first.join()
+    return context
+
+
 def _nothing() -> None:
     pass
 
@@ -130,6 +155,7 @@ def _run_rank(
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",  # as megatron-core wants it under tensor parallelism
     )
     with Path(folder, f"{rank}.txt").open("w") as said:
         faulthandler.dump_traceback_later(timeout, exit=True, file=said)
@@ -145,9 +171,7 @@ def _run_rank(
 
 
 def _bare(function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-    import torch
-
-    torch.set_num_threads(1)
+    _prepare()
     return function(*args)
 
 
@@ -156,10 +180,30 @@ def _with_process_group(function: Callable[..., Any], args: tuple[Any, ...], tim
 
     import torch
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    _prepare()
+    torch.distributed.init_process_group(backend(), timeout=datetime.timedelta(seconds=timeout))
     returned = function(*args)
     torch.distributed.barrier()
     with contextlib.suppress(RuntimeError):
         torch.distributed.destroy_process_group()
     return returned
+
+
+def backend() -> str:
+    """What this rank speaks: NCCL where it has a GPU."""
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _prepare() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    # megatron-core compiles small functions on first use, for tens of seconds.
+    torch.compiler.set_stance("force_eager")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Products of different shapes are compared: let them differ in the order of sums alone.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

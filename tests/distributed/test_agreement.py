@@ -31,7 +31,7 @@ MESSAGES = {
 def test_every_rank_says_the_same(before_start: bool, tmp_path: Path) -> None:
     start = start_bare_ranks if before_start else start_ranks
     settings = settings_by_rank(str(tmp_path))
-    first, second = start(agree_in_every_case, 2, settings, before_start, timeout=40.0)
+    first, second = start(agree_in_every_case, 2, settings, before_start, timeout=100.0)
     assert {case: first[case] for case in AGREED} == dict.fromkeys(AGREED, "agreed")
     assert first == second
     # The same refusal everywhere is no disagreement: each rank raises its own.
@@ -45,6 +45,6 @@ def test_every_rank_says_the_same(before_start: bool, tmp_path: Path) -> None:
 
 def test_the_training_entry_point_asks() -> None:
     """Without it rank 0 would wait in megatron-core's start for a rank that has ended."""
-    first, second = start_bare_ranks(enter_training, 2, timeout=40.0)
+    first, second = start_bare_ranks(enter_training, 2, timeout=100.0)
     assert first == second
     assert "rank 1: refused: gdn_gated_output_norm_fusion requires deterministic_mode" in first

@@ -56,27 +56,38 @@ def write_byte_dataset(folder: Path, files: int = 60) -> Path:
 
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
+_TIME = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What one run printed: exit status, loss by iteration, all of its output."""
+    """What one run printed: exit status, loss and milliseconds by iteration, all its output."""
 
     status: int
     losses: dict[int, float]
+    step_ms: dict[int, float]
     output: str
 
 
+def fused_layers(done: Pretraining, stage: str) -> str:
+    """`fused/all` layers of a stage, from the fusion report, which must have been logged once."""
+    assert done.output.count("fusion report\n") == 1
+    report = done.output.split("fusion report\n")[1]
+    rows = (line.split() for line in report.splitlines())
+    return next(row[1] for row in rows if row[:1] == [stage])
+
+
 def run_pretraining(
-    *flags: str, model: str = FOUR_LAYERS, steps: int = 50, timeout: int = 400
+    *flags: str, model: str = FOUR_LAYERS, ranks: int = 1, steps: int = 50, timeout: int = 400
 ) -> Pretraining:
-    """Train for `steps` iterations on one GPU.
+    """Train for `steps` iterations, with a GPU for each rank.
 
     FLA tunes its kernels at first use; the results are kept in Triton's cache, so that a second
     run with the same shapes starts quickly.
     """
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks)),
         *("-m", "megatron.gdn.pretrain", *model.split(), "--train-iters", str(steps), *flags),
     ]
     environment = {
@@ -95,5 +106,8 @@ def run_pretraining(
         timeout=timeout,
         check=False,
     )
-    losses = {int(step): float(loss) for step, loss in _LOSS.findall(done.stdout)}
-    return Pretraining(done.returncode, losses, done.stdout)
+    losses, times = (
+        {int(step): float(value) for step, value in pattern.findall(done.stdout)}
+        for pattern in (_LOSS, _TIME)
+    )
+    return Pretraining(done.returncode, losses, times, done.stdout)

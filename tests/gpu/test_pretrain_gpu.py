@@ -9,7 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.gpu.pretrain_support import Pretraining, run_pretraining, write_byte_dataset
+from tests.gpu.pretrain_support import (
+    Pretraining,
+    fused_layers,
+    run_pretraining,
+    write_byte_dataset,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,18 +45,11 @@ def _train(data: str, flags: tuple[str, ...]) -> Pretraining:
     return done
 
 
-def report_line(done: Pretraining, stage: str) -> list[str]:
-    """The stage's row of the fusion report, which must have been logged once."""
-    assert done.output.count("fusion report\n") == 1
-    report = done.output.split("fusion report\n")[1]
-    return next(line.split() for line in report.splitlines() if line.split()[:1] == [stage])
-
-
 def test_unfused_loss_falls(train: Train) -> None:
     losses = train().losses
     assert losses[STEPS] < losses[1] - 1.0
     for stage in STAGES:
-        assert report_line(train(), stage)[1] == "0/3"
+        assert fused_layers(train(), stage) == "0/3"
 
 
 @pytest.mark.parametrize("flags", [(NORM,), (PRE,), (PRE, NORM)], ids=["norm", "pre", "both"])
@@ -65,7 +63,7 @@ def test_fused_losses_agree(train: Train, flags: tuple[str, ...]) -> None:
     )
     assert errors[worst] < 1e-2
     for stage, flag in STAGES.items():
-        assert report_line(fused, stage)[1] == ("3/3" if flag in flags else "0/3")
+        assert fused_layers(fused, stage) == ("3/3" if flag in flags else "0/3")
 
 
 def test_recomputation_changes_no_loss(train: Train) -> None:
