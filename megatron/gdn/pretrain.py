@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining of GPT models with Gated DeltaNet layers, on megatron-core's own training loop.
+"""Pretraining of models with Gated DeltaNet layers, on megatron-core's own training loop.
 
     torchrun --nproc-per-node 1 -m megatron.gdn.pretrain <megatron-core flags> \
         --experimental-attention-variant gdn --linear-attention-freq 4 \
         --gdn-pre-gated-delta-rule-fusion --gdn-gated-output-norm-fusion
 
+Trains GPT models (as above), hybrid models (`--hybrid-layer-pattern`, in which `G` is a Gated
+DeltaNet layer) and models of your own spec (`--spec MODULE NAME`): see `model_from_flags`.
 Parallelism, optimizer, checkpoints and data loading are megatron-core's. This module supplies the
-configuration class, the block spec, the batch and the loss, and logs the fusion report once after
-the first step.
+batch and the loss, and logs the fusion report once after the first step.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -25,7 +25,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -33,13 +32,8 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
@@ -51,58 +45,17 @@ from megatron.gdn.megatron_core_0_19 import (
     printable_help,
     rewritten_command_line,
 )
+from megatron.gdn.model_from_flags import model_config_from_args, transformer_config_from_args
 from megatron.gdn.report import fusion_report, warn_about_idle_fusions
-from megatron.gdn.specs import get_gdn_block_spec
 from megatron.gdn.variant import MEGATRON_CORE_VARIANT, VARIANT
+
+__all__ = ["main", "model_config_from_args", "transformer_config_from_args"]
 
 Batch = dict[str, Any]
 _BATCH_KEYS = (
     *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
     *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"),
 )
-
-
-def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """Build our configuration from parsed training flags.
-
-    Raises:
-        ValueError: flags ask for a model family that this entry point does not build, or for a
-            fusion that the configuration refuses.
-    """
-    if args.experimental_attention_variant != MEGATRON_CORE_VARIANT and args.spec is None:
-        raise ValueError(
-            "megatron.gdn.pretrain requires --experimental-attention-variant gdn or a --spec of "
-            f"yours, got {args.experimental_attention_variant!r}; pass one of them"
-        )
-    for flag, value in (
-        ("--multi-latent-attention", args.multi_latent_attention),
-        ("--heterogeneous-layers-config-path", args.heterogeneous_layers_config_path),
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
-    ):
-        if value:
-            raise ValueError(
-                f"megatron.gdn.pretrain builds GPT models without {flag}, got {value!r}; its "
-                "configuration class would lose the fusion flags. Drop the flag"
-            )
-    ours = copy.copy(args)
-    ours.gdn_fusions = tuple(args.gdn_fusions)
-    config: TransformerConfig = core_transformer_config_from_args(ours, TransformerConfig)
-    return config
-
-
-def block_spec(
-    model_config: GPTModelConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
-    """The layers of a pipeline stage; megatron-core's model builder calls this."""
-    return get_gdn_block_spec(model_config.transformer, vp_stage=vp_stage)
-
-
-def model_config_from_args(args: Namespace) -> GPTModelConfig:
-    """The GPT model that the flags describe, with our layers unless `--spec` names others."""
-    config = gpt_config_from_args(args, config=transformer_config_from_args(args))
-    if config.transformer_layer_spec is None:
-        config.transformer_layer_spec = block_spec
-    return config
 
 
 def datasets_provider(

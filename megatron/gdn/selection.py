@@ -126,6 +126,8 @@ def select_fusions(config: Any) -> Selection:
 def check_fusions(config: Any) -> None:
     """Refuse, when a configuration is built, all that it decides alone.
 
+    To be called again when `note_hybrid_layers` has told a hybrid model's layers.
+
     Raises:
         FusionConfigError: as `select_fusions`, or a selection that matches no layer.
         FusionUnsupportedError: a selected fusion can never run under this configuration.
@@ -140,9 +142,13 @@ def check_fusions(config: Any) -> None:
     if not layers and selection.requests:
         raise FusionConfigError(
             "fusions are selected, but this model has no Gated DeltaNet layer: "
-            f"experimental_attention_variant={config.experimental_attention_variant!r}, "
-            f"linear_attention_freq={config.linear_attention_freq!r}; "
-            "set the variant to 'gdn' or remove the selection"
+            + (
+                "its hybrid layer pattern has no G; put one in or remove the selection"
+                if config.is_hybrid_model
+                else f"experimental_attention_variant={config.experimental_attention_variant!r}, "
+                f"linear_attention_freq={config.linear_attention_freq!r}; "
+                "set the variant to 'gdn' or remove the selection"
+            )
         )
     selection.check(layers)
 

@@ -54,7 +54,7 @@ def get_gated_delta_net_module_spec(
     if backend is None:
         if config.transformer_impl == "transformer_engine":
             return replace(get_core_module_spec(config), module=GatedDeltaNet)
-        backend = _local_backend(config)
+        backend = local_backend(config)
     fused_norm_linear = backend.column_parallel_layer_norm_linear()
     return ModuleSpec(
         module=GatedDeltaNet,
@@ -74,7 +74,8 @@ def get_gdn_block_spec(
 
     Args:
         config: with `experimental_attention_variant="gdn"`; `linear_attention_freq` says which
-            layers are Gated DeltaNet layers.
+            layers are Gated DeltaNet layers. Or megatron-core's `GPTModelConfig` around it, which
+            `--spec megatron.gdn get_gdn_block_spec` gets.
         vp_stage, pp_rank: pipeline stage to build, as in megatron-core.
 
     Returns:
@@ -84,6 +85,8 @@ def get_gdn_block_spec(
         ValueError: the variant is not gdn, or `transformer_impl` is neither `local` nor
             `transformer_engine`.
     """
+    # A GPTModelConfig hands what is set on it on to this one, also what is set on its copy.
+    config = getattr(config, "transformer", config)
     numbers = gdn_layer_numbers(config)
     if not numbers:
         raise ValueError(
@@ -96,7 +99,7 @@ def get_gdn_block_spec(
             config, vp_stage=vp_stage, pp_rank=pp_rank
         )
         return use_our_layer(block)
-    backend = _local_backend(config)
+    backend = local_backend(config)
     attention = get_gated_delta_net_module_spec(config, backend)
     # megatron-core's function refuses a variant: it knows none for local modules. We put ours in.
     softmax_only = copy.copy(config)
@@ -173,7 +176,12 @@ def _with_attention(spec: ModuleSpec, attention: ModuleSpec) -> ModuleSpec:
     return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
 
 
-def _local_backend(config: CoreTransformerConfig) -> LocalSpecProvider:
+def local_backend(config: CoreTransformerConfig) -> LocalSpecProvider:
+    """megatron-core's own modules.
+
+    Raises:
+        ValueError: `config.transformer_impl` is not `local`.
+    """
     if config.transformer_impl != "local":
         raise ValueError(
             "Gated DeltaNet specs exist for transformer_impl 'local' and 'transformer_engine', "

@@ -16,6 +16,10 @@ MEGATRON_CORE_VARIANT = "gated_delta_net"
 """What megatron-core 0.19 calls it inside; from users it is accepted as a deprecated alias."""
 
 
+_HYBRID_LAYERS = "_gdn_hybrid_layers"
+"""Attribute of a hybrid model's configuration; no field, as it is no setting."""
+
+
 class TranslatedVariant(str):
     """megatron-core's name as this project stores it. A user's own text is a plain str, so that a
     configuration made from another (`dataclasses.replace`, `asdict`) is not told off for it."""
@@ -60,21 +64,38 @@ def variant_problems(
     return [repr(config_experimental_attention_variant)]
 
 
-def gdn_layer_numbers(config: Any) -> tuple[int, ...] | None:
-    """Numbers, from 1, of the Gated DeltaNet layers of a GPT model.
+def note_hybrid_layers(config: Any, numbers: tuple[int, ...]) -> None:
+    """Tell a hybrid model's configuration which of its layers are Gated DeltaNet layers.
+
+    Its pattern is no part of a transformer configuration. Without this the layers count as
+    unknown: a selection for layers that do not exist is then not noticed.
 
     Args:
-        config: a transformer configuration. `linear_attention_freq` N makes every Nth layer
-            softmax attention; a list has 1 for each Gated DeltaNet layer.
+        config: with `is_hybrid_model=True`.
+        numbers: from 1 (`megatron.gdn.hybrid.gdn_layers_of_pattern`).
+    """
+    setattr(config, _HYBRID_LAYERS, numbers)
+
+
+def gdn_layer_numbers(config: Any) -> tuple[int, ...] | None:
+    """Numbers, from 1, of the Gated DeltaNet layers of a model.
+
+    Args:
+        config: a transformer configuration. In a GPT model `linear_attention_freq` N makes every
+            Nth layer softmax attention; a list has 1 for each Gated DeltaNet layer. A hybrid
+            model's pattern decides, whatever variant and frequency say.
 
     Returns:
-        Layer numbers, or None for a hybrid model, whose layer pattern the config does not hold.
+        Layer numbers, or None for a hybrid model whose layers nobody noted (`note_hybrid_layers`).
 
     Raises:
         ValueError: `linear_attention_freq` is neither, or the list has another length.
     """
+    if config.is_hybrid_model:
+        noted: tuple[int, ...] | None = getattr(config, _HYBRID_LAYERS, None)
+        return noted
     if config.experimental_attention_variant not in (VARIANT, MEGATRON_CORE_VARIANT):
-        return None if config.is_hybrid_model else ()
+        return ()
     frequency = config.linear_attention_freq
     numbers = range(1, config.num_layers + 1)
     if isinstance(frequency, int) and frequency > 0:

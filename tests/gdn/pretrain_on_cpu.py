@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.base import compose_hooks
 from torch.utils.data import DataLoader
 
 from megatron.gdn import pretrain
@@ -33,7 +35,10 @@ def main() -> None:
     builder = model_config.get_builder_cls()(model_config)
     with compiled_datasets_helpers():
         train, _, _ = pretrain.datasets_provider([8 * STEPS, 0, 0])
+    # Softmax attention forks the CUDA random state even without dropout; this tracker does not.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+    compose_hooks(model_config.pre_wrap_hooks)([model])
     model.to(model_config.transformer.params_dtype)
     batches = iter(DataLoader(train, batch_size=args.micro_batch_size))
     report = pretrain.FirstStepReport()
