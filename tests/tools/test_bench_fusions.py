@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.gdn.commands import bench_fusions
-from megatron.gdn.commands.bench_cases import bench_cases, gated_output_norm
+from megatron.gdn.commands.bench_cases import bench_cases
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
+from megatron.gdn.commands.bench_cases.pre_gated_delta_rule import Shape
+from megatron.gdn.fusions.pre_gated_delta_rule import HeadSizes
 
 
 class FixedTimer:
@@ -66,6 +68,7 @@ CASE = BenchCase(
         Implementation("wrong", trebled),
         Implementation("absent", absent),
     ),
+    consult=lambda inputs: lambda: inputs["x"],
 )
 
 
@@ -91,8 +94,11 @@ def test_no_figure_without_parity(name: str, says: str, capsys: pytest.CaptureFi
     measurement = measured(name)
     assert not measurement.parity
     assert measurement.forward_ms is measurement.host_forward_ms is None
-    bench_fusions.print_table([measured("right"), measurement])
+    timer: Any = FixedTimer()
+    rows = [measured("right"), measurement]
+    bench_fusions.print_table(rows, bench_fusions.consultation(CASE, timer))
     printed = capsys.readouterr().out
+    assert "registry's part of the host time: 30.0 us" in printed
     row = next(line for line in printed.splitlines() if line.startswith(f"│ {name}"))
     assert says in row
     assert row.replace(says, "").count("0.5") == 0
@@ -110,18 +116,33 @@ def test_our_own_failure_is_not_swallowed() -> None:
         bench_fusions.measure(CASE, Implementation("ours", absent, is_ours=True), timer, 4e9)
 
 
-def test_ours_through_the_layer_gives_the_same() -> None:
-    """The stand-in layer of the benchmark keeps up with the real one."""
-    heads, dim = gated_output_norm.HEADS, gated_output_norm.HEAD_DIM
+def small_inputs(stage: str, shape: Shape) -> dict[str, Tensor]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    inputs = {
-        "x": torch.randn(1, 2, heads, dim, device=device).half(),
-        "gate": torch.randn(1, 2, heads, dim, device=device).half(),
-        "weight": torch.nn.Parameter(torch.ones(dim, device=device).half()),
+    sizes = shape.sizes
+    values = sizes.num_value_heads, sizes.value_head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkvzba": (shape.length, 1, sizes.channels),
+        "conv_weight": (sizes.conv_channels, 1, 4),
+        "A_log": values[:1],
+        "dt_bias": values[:1],
     }
-    ours = [case for case in gated_output_norm.CASES[0].implementations if case.is_ours]
-    first, second = (implementation.build(inputs)(inputs)[0] for implementation in ours)
-    assert torch.equal(first, second)
+    if stage == "gated_output_norm":
+        shapes = {"x": (1, shape.length, *values), "gate": (1, shape.length, *values)}
+    made = {name: torch.randn(size, device=device).half() for name, size in shapes.items()}
+    if stage == "gated_output_norm":
+        made["weight"] = torch.nn.Parameter(torch.ones(values[1], device=device).half())
+    return made
+
+
+@pytest.mark.parametrize("case", bench_cases()[:2], ids=lambda case: case.stage)
+def test_ours_through_the_layer_gives_the_same(case: BenchCase) -> None:
+    """The stand-in layer of the benchmark keeps up with the real one."""
+    inputs = small_inputs(case.stage, Shape(HeadSizes(16, 32, 128, 128), 1, 2))
+    ours = [implementation for implementation in case.implementations if implementation.is_ours]
+    first, second = (implementation.build(inputs)(inputs) for implementation in ours)
+    assert len(first) == len(second) > 0
+    assert all(map(torch.equal, first, second))
+    assert case.consult(inputs)() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

@@ -45,6 +45,15 @@ class Measurement:
     host_forward_backward_ms: float | None = None
 
 
+@dataclass(frozen=True)
+class Consultation:
+    """Host time of a layer's question whether a fusion may serve a call, preconditions and all."""
+
+    stage: str
+    label: str
+    host_ms: float
+
+
 def machine() -> dict[str, str]:
     """GPU, driver and versions of the run."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -113,6 +122,12 @@ def measure(
     )
 
 
+def consultation(case: BenchCase, timer: DeviceTimer) -> Consultation:
+    """Time the registry's part of a stage alone."""
+    consult = case.consult(case.make_inputs())
+    return Consultation(case.stage, case.label, timer.host_ms(consult))
+
+
 def _calls(
     implementation: Implementation, inputs: Inputs, output_gradients: tuple[Tensor, ...]
 ) -> tuple[
@@ -152,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.json:
         print(", ".join(f"{key} {value}" for key, value in machine().items()))
         print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, read plus written", flush=True)
-    measurements = []
+    measurements, consultations = [], []
     for case in bench_cases(tuple(arguments.stage or STAGES_WITH_CASES)):
         rows = [
             measure(case, implementation, timer, bandwidth)
@@ -160,19 +175,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             if implementation.is_ours or not arguments.ours_only
         ]
         measurements += rows
+        consultations.append(consultation(case, timer))
         if not arguments.json:
-            print_table(rows)
+            print_table(rows, consultations[-1])
     if arguments.json:
         document = {
             "machine": machine(),
             "copy_bytes_per_second": bandwidth,
             "measurements": [dataclasses.asdict(m) for m in measurements],
+            "consultations": [dataclasses.asdict(c) for c in consultations],
         }
         print(json.dumps(document, indent=2))
     return int(any(m.is_ours and not m.parity for m in measurements))
 
 
-def print_table(rows: Sequence[Measurement]) -> None:
+def print_table(rows: Sequence[Measurement], consulted: Consultation) -> None:
     """Print the measurements of one case, at once: a case takes up to a minute."""
     from rich.console import Console
     from rich.table import Table
@@ -194,6 +211,8 @@ def print_table(rows: Sequence[Measurement]) -> None:
     )
     for row in rows:
         table.add_row(row.implementation, _parity_text(row), *_time_texts(row))
+    table.caption = f"registry's part of the host time: {consulted.host_ms * 1e3:.1f} us"
+    table.caption_justify = "left"
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     sys.stdout.flush()
 

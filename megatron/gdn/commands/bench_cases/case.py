@@ -41,6 +41,8 @@ class BenchCase:
             error of each tensor against the float64 reference, in the Frobenius norm.
         tolerance: largest error that counts as parity.
         implementations: ours first, then the peers.
+        consult: given inputs, the call by which a layer asks its binding whether the fusion may
+            serve them, and counts it, without running it.
     """
 
     stage: str
@@ -54,3 +56,4 @@ class BenchCase:
     ]
     tolerance: float
     implementations: tuple[Implementation, ...]
+    consult: Callable[[Inputs], Callable[[], object]]

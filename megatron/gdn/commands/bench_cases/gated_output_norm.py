@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.gdn import reference
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
-from megatron.gdn.config import TransformerConfig
+from megatron.gdn.commands.bench_cases.one_stage import LayerWithOneStage
 from megatron.gdn.fusions.gated_output_norm import fused_gated_output_norm
 from megatron.gdn.layer import GatedDeltaNet
-from megatron.gdn.selection import bind_layer
-from megatron.gdn.variant import VARIANT
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 32, 128
 KEY_HEADS = 16
@@ -89,51 +86,32 @@ def _parameter(inputs: Inputs) -> torch.nn.Parameter:
     return weight
 
 
-class _NormAndActivation(torch.nn.Module):
-    """What megatron-core's method reads of its layer."""
+class _Layer(LayerWithOneStage):
+    """With the output norm, whose weight gradients are taken with respect to."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
-        super().__init__()
-        self.out_norm = torch.nn.RMSNorm(HEAD_DIM, eps=EPS, device="meta")
-        self.out_norm.register_parameter("weight", weight)
-        self.act_fn = F.silu
-
-
-class _LayerWithOneStage(_NormAndActivation):
-    """The layer's own way to its output norm, without the rest of the layer."""
-
-    run_stage = GatedDeltaNet.run_stage
     apply_gated_norm: Any = GatedDeltaNet._apply_gated_norm
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
-        super().__init__(weight)
-        self.config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HEADS * HEAD_DIM,
-            num_attention_heads=HEADS,
-            experimental_attention_variant=VARIANT,
-            linear_attention_freq=[1],
-            linear_conv_kernel_dim=4,
-            linear_key_head_dim=HEAD_DIM,
-            linear_value_head_dim=HEAD_DIM,
-            linear_num_key_heads=KEY_HEADS,
-            linear_num_value_heads=HEADS,
-            activation_func=F.silu,
-            gdn_gated_output_norm_fusion=True,
-        )
-        self.tp_size = 1
-        self.fusion_binding = bind_layer(self.config, 1)
+    def __init__(self, weight: torch.nn.Parameter, **options: Any) -> None:
+        sizes = {"key_heads": KEY_HEADS, "value_heads": HEADS, "head_dim": HEAD_DIM}
+        super().__init__(**sizes, **options)
+        self.out_norm = torch.nn.RMSNorm(HEAD_DIM, eps=EPS, device="meta")
+        self.out_norm.register_parameter("weight", weight)
 
 
 def _through_the_layer(inputs: Inputs) -> Stage:
-    layer = _LayerWithOneStage(_parameter(inputs))
+    layer = _Layer(_parameter(inputs), gdn_gated_output_norm_fusion=True)
     return lambda given: (layer.apply_gated_norm(given["x"], given["gate"]),)
+
+
+def _consult(inputs: Inputs) -> Callable[[], object]:
+    layer = _Layer(_parameter(inputs), gdn_gated_output_norm_fusion=True)
+    return layer.consult("gated_output_norm", **inputs, eps=EPS, zero_centered_gamma=False)
 
 
 def _megatron_core(inputs: Inputs) -> Stage:
     from megatron.gdn.unfused import gated_output_norm
 
-    layer = _NormAndActivation(_parameter(inputs))
+    layer = _Layer(_parameter(inputs))
 
     def run(given: Inputs) -> tuple[Tensor, ...]:
         x, gate, weight = given["x"], given["gate"], given["weight"]
@@ -168,5 +146,6 @@ CASES = (
             Implementation("megatron-core unfused, torch.compile", _megatron_core),
             Implementation("fla FusedRMSNormGated", _fla),
         ),
+        consult=_consult,
     ),
 )

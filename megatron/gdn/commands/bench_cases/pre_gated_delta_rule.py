@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.gdn import reference
 from megatron.gdn.commands.bench_cases.case import BenchCase, Implementation, Inputs, Stage
+from megatron.gdn.commands.bench_cases.one_stage import LayerWithOneStage
 from megatron.gdn.fusions.pre_gated_delta_rule import HeadSizes, fused_pre_gated_delta_rule
 
 WIDTH = 4
@@ -151,6 +152,31 @@ def _fused(shape: Shape) -> Callable[[Inputs], Stage]:
     return lambda inputs: run
 
 
+def _layer(shape: Shape) -> LayerWithOneStage:
+    return LayerWithOneStage(
+        key_heads=shape.sizes.num_key_heads,
+        value_heads=shape.sizes.num_value_heads,
+        head_dim=shape.sizes.key_head_dim,
+        gdn_pre_gated_delta_rule_fusion=True,
+    )
+
+
+def _stage_inputs(shape: Shape, given: Inputs) -> dict[str, Any]:
+    return {"conv_bias": None, "cu_seqlens": None, **given, **shape.sizes._asdict()}
+
+
+def _through_the_layer(shape: Shape) -> Callable[[Inputs], Stage]:
+    layer = _layer(shape)
+
+    def run(given: Inputs) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = layer.run_stage(
+            "pre_gated_delta_rule", **_stage_inputs(shape, given)
+        )
+        return found
+
+    return lambda inputs: run
+
+
 def _megatron_core(shape: Shape) -> Callable[[Inputs], Stage]:
     def build(inputs: Inputs) -> Stage:
         from megatron.gdn import unfused
@@ -206,7 +232,13 @@ def _case(shape: Shape) -> BenchCase:
         tolerance=TOLERANCE,
         implementations=(
             Implementation("fused_pre_gated_delta_rule", _fused(shape), is_ours=True),
+            Implementation(
+                "the same through the layer's stage", _through_the_layer(shape), is_ours=True
+            ),
             Implementation("megatron-core unfused, torch.compile", _megatron_core(shape)),
+        ),
+        consult=lambda inputs: _layer(shape).consult(
+            "pre_gated_delta_rule", **_stage_inputs(shape, inputs)
         ),
     )
 
