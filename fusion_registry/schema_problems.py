@@ -182,13 +182,13 @@ def _remedy(items: list[Any], value: Any) -> str:
             return f"; did you mean '{module}:{name}'?"
     if kinds == {"literal_error"} and isinstance(value, str):
         names = re.findall("'([^']*)'", items[0]["ctx"]["expected"])
-        hint = _hint(value, names).strip()
+        hint = _hint(value, names, 0.7).strip()  # a gpu is no cpu
         return f"; {hint}" if hint else ""
     return ""
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+def _hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}? " if close else ""
 
 

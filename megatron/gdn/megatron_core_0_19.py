@@ -32,6 +32,8 @@ __all__ = [
     "CoreGatedDeltaNet",
     "compiled_datasets_helpers",
     "eager_without_cuda",
+    "flags_checked_for",
+    "group_sizes_without_distributed",
     "head_permutation_for_context_parallel",
     "norm_out_checkpoint",
     "parameters_on_cpu_without_cuda",
@@ -149,6 +151,34 @@ def compiled_datasets_helpers() -> Iterator[None]:
         yield
         return
     with mock.patch.object(datasets_utils, "compile_helpers"):
+        yield
+
+
+@contextlib.contextmanager
+def flags_checked_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Let megatron-core's checks of the flags ask a planned GPU and not this machine's.
+
+    They want to know the architecture only to demand environment variables of the launch below
+    Blackwell, which a plan has no part in.
+
+    Args:
+        capability: CUDA compute capability; None, a machine without a GPU, passes for a Hopper.
+    """
+    with (
+        mock.patch("megatron.training.arguments.get_device_arch_version", return_value=10),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability or (9, 0)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def group_sizes_without_distributed() -> Iterator[None]:
+    """Let megatron-core's linear layers believe a group's size without torch.distributed."""
+    with mock.patch.multiple(
+        "megatron.core.tensor_parallel.layers",
+        get_pg_size=lambda group=None: 1 if group is None else group.size(),
+        get_pg_rank=lambda group=None: 0 if group is None else group.rank(),
+    ):
         yield
 
 

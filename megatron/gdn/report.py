@@ -26,7 +26,13 @@ _HOW_TO_FIND_OUT = (
 
 def _modules(model: Model) -> Iterator[nn.Module]:
     seen: set[int] = set()
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+    chunks = [model] if isinstance(model, nn.Module) else model
+    for chunk in chunks if isinstance(chunks, Iterable) else [chunks]:
+        if not isinstance(chunk, nn.Module):
+            raise TypeError(
+                "a fusion report requires a torch.nn.Module or a list of them (pipeline chunks), "
+                f"got {type(chunk).__name__}; give the model"
+            )
         for module in chunk.modules():
             if id(module) not in seen:
                 seen.add(id(module))
@@ -50,6 +56,9 @@ def fusion_report(model: Model) -> FusionReport:
 
     Returns:
         Data that prints as a table (`print(fusion_report(model))`).
+
+    Raises:
+        TypeError: it is no module and holds none.
     """
     return report_bindings(_bindings(model))
 
@@ -103,10 +112,4 @@ def _layer_words(layers: list[int | None]) -> str:
     numbers = sorted({layer for layer in layers if layer is not None})
     if not numbers:
         return "a layer without a number"
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    return f"layer{'s' if len(numbers) > 1 else ''} {LayerSet(ranges=tuple(ranges))}"
+    return f"layer{'s' if len(numbers) > 1 else ''} {LayerSet.of(numbers)}"

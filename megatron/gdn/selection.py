@@ -19,6 +19,7 @@ from fusion_registry import (
 )
 from fusion_registry.selection import Claim
 from megatron.gdn.stages import OPTIONS
+from megatron.gdn.subjects import unknown_attributes
 from megatron.gdn.variant import gdn_layer_numbers
 
 _RESOLVED = "_gdn_resolved_fusions"
@@ -129,12 +130,14 @@ def check_fusions(config: Any) -> None:
     To be called again when `note_hybrid_layers` has told a hybrid model's layers.
 
     Raises:
-        FusionConfigError: as `select_fusions`, or a selection that matches no layer.
+        FusionConfigError: as `select_fusions`, a selection that matches no layer, or a rule that
+            reads what the configuration does not have.
         FusionUnsupportedError: a selected fusion can never run under this configuration.
     """
     if not requests_fusions(config):
         return
     selection = select_fusions(config)
+    _check_attributes(selection, config)
     layers = gdn_layer_numbers(config)
     check_config(selection, config, layers or (None,))
     if layers is None:
@@ -151,6 +154,19 @@ def check_fusions(config: Any) -> None:
             )
         )
     selection.check(layers)
+
+
+def _check_attributes(selection: Selection, config: Any) -> None:
+    """Refuse misspelt rules: one would refuse every call, or hand a predicate None for ever."""
+    names = {name for request in selection.requests for name in request.candidates}
+    there = frozenset(dir(config))
+    problems = [
+        problem
+        for name in sorted(names)
+        for problem in unknown_attributes(selection.registry.fusion(name), config=there)
+    ]
+    if problems:
+        raise FusionConfigError(*problems)
 
 
 def bind_layer(

@@ -209,6 +209,29 @@ def test_what_cannot_be_imported_is_not_checked_further(declare) -> None:
     assert found["outputs[dense, float32]"].verdict is Verdict.UNCHECKED
 
 
+def test_misspelt_attributes_are_caught(declare) -> None:
+    rules = [
+        {"kind": "value_equals", "subject": "config.determinstic_mode", "value": False},
+        {"kind": "value_in", "subject": "layer.activaton", "values": ["silu"]},
+        {"kind": "value_equals", "subject": "layer.config.bf17", "value": False},
+        {"kind": "module_type", "subject": "layer.out_norm", "names": ["RMSNorm"]},
+        {"kind": "value_equals", "subject": "config.multi_latent_attention", "value": False},
+        {"kind": "value_equals", "subject": "layer.config.bf16", "value": True},
+    ]
+    file = declare("megatron.gdn.reference:gated_output_norm", "gated_output_norm", rules)
+    (result,) = results(file, "attributes exist").values()
+    assert result.verdict is Verdict.FAILED
+    for place, words in (
+        (0, "reads config.determinstic_mode, but the transformer configuration has no "),
+        (1, "reads layer.activaton, but a GatedDeltaNet layer has no 'activaton'; did you mean ac"),
+        (2, "reads layer.config.bf17, but the transformer configuration has no 'bf17'; did you m"),
+    ):
+        assert f"fusions[0].preconditions[{place}]: fusion 'toy' {words}" in result.detail
+    assert "preconditions[3]" not in result.detail
+    assert "preconditions[4]" not in result.detail
+    assert "preconditions[5]" not in result.detail
+
+
 def test_absent_package(declare) -> None:
     packages = {"no-such-package": ">=1"}
     file = declare("norm_right", "gated_output_norm", packages=packages)

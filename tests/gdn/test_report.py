@@ -83,6 +83,12 @@ def test_pipeline_chunks_are_reported_in_order() -> None:
     assert report.as_dict()["totals"][-1]["summary"] == "2/3 layers"
 
 
+@pytest.mark.parametrize("model", [None, 3, [None], "model"], ids=str)
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"requires a torch\.nn\.Module or a list of them .* got "):
+        fusion_report(model)
+
+
 def test_a_model_given_twice_counts_once() -> None:
     layer = make_layer(make_config(**FUSED))
     assert fusion_report([in_float16_module(layer), layer]) == fusion_report(layer)

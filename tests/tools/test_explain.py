@@ -14,7 +14,7 @@ import pytest
 from megatron.training import global_vars
 
 from fusion_registry.machine import FIXTURE_MACHINES, HOPPER
-from megatron.gdn.commands.explain import as_text, describe_plan, ranges
+from megatron.gdn.commands.explain import as_text, describe_plan
 from megatron.gdn.commands.list_fusions import main
 from megatron.gdn.planning.layers import PlannedCall
 from megatron.gdn.planning.run import plan_run
@@ -405,11 +405,28 @@ def test_mistaken_training_flags(capsys: Capture) -> None:
         (["--batch", "0"], "0 is not a positive number"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--machine", "laptop"], "invalid choice: 'laptop'"),
-        (["--batch", "4", "--", *words({})], "unrecognized arguments: --batch 4"),
+        (["--batch", "x"], "x is not a positive number"),
+        (
+            ["--batch", "4", "--", *words({})],
+            "before `--` only --json and --machine may stand, got --batch 4; give shapes and",
+        ),
+        (
+            ["--num-layers", "4"],
+            "unrecognized arguments: --num-layers 4; flags of a training run go after `--`",
+        ),
         (["--stage", "gated_output_norm"], "unrecognized arguments: --stage"),
         (["--", *words({"--no-such-flag": ""})], "unrecognized arguments: --no-such-flag"),
     ],
-    ids=["batch_0", "dtype", "machine", "both_forms", "flag_of_the_list", "training_flag"],
+    ids=[
+        "batch_0",
+        "dtype",
+        "machine",
+        "batch_x",
+        "both_forms",
+        "training_flag_for_shapes",
+        "flag_of_the_list",
+        "training_flag",
+    ],
 )
 def test_unknown_flags(capsys: Capture, flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -438,6 +455,7 @@ def test_a_process_of_its_own() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["refused"] is True
+    assert "Warning" not in done.stderr
 
 
 def test_machines_have_the_packages_of_this_python() -> None:
@@ -446,10 +464,43 @@ def test_machines_have_the_packages_of_this_python() -> None:
     assert "with its packages." in as_text(describe_plan(plan), 80)
 
 
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "AssertionError"], ids=["exit", "assert"])
+def test_a_predicate_that_ends_the_process(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    (tmp_path / "ending_predicates.py").write_text(f"def ends(x):\n    raise {raised}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "ending.yaml"
+    file.write_text(
+        "fusions:\n"
+        "  - name: ending\n"
+        "    stage: gated_output_norm\n"
+        "    determinism: unknown\n"
+        "    implementation: megatron.gdn.reference:gated_output_norm\n"
+        "    preconditions:\n"
+        "      - {kind: predicate, callable: 'ending_predicates:ends', reads: [x], says: nothing}\n"
+        "select: [{stage: gated_output_norm, fusions: [ending]}]\n"
+    )
+    text = complaint(capsys, *SMALL, "--gdn-fusion-config", str(file))
+    assert "preconditions of fusion 'ending' cannot be judged before the run" in text
+    monkeypatch.delitem(sys.modules, "ending_predicates")
+
+
 @pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], ""), ([3], "3"), ([1, 2, 3, 5, 6, 7], "1-3,5-7"), ([1, 3, 4], "1,3-4")],
-    ids=["none", "one", "runs", "mixed"],
+    ("flags", "message"),
+    [
+        (
+            ("--cp", "2", "--seq", "7"),
+            "requires a sequence of a multiple of 2 * cp = 4 tokens, got --seq 7 with --cp 2",
+        ),
+        (("--documents", "65"), "got --documents 65 in --seq 64 tokens; pack fewer"),
+    ],
+    ids=["context_parallel", "documents"],
 )
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
+def test_calls_that_no_run_makes(capsys: Capture, flags: tuple[str, ...], message: str) -> None:
+    assert message in complaint(capsys, *SMALL, *flags)
+
+
+def test_a_bare_assert_of_megatron_core_is_told_by_its_line(capsys: Capture) -> None:
+    text = complaint(capsys, "--", *words({"--micro-batch-size": None}))
+    assert "AssertionError: assert args.micro_batch_size is not None" in text

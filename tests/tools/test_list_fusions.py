@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from fusion_registry import Machine, load_registry, unavailable
+from megatron.gdn.commands.check_fusions import main as check_fusions
 from megatron.gdn.commands.list_fusions import as_text, describe_registry, main
+from megatron.gdn.commands.terminal import READER_GONE
 from megatron.gdn.stages import STAGES
 
 HOPPER = Machine("a Hopper", "cuda", (9, 0), packages={"torch": "2.13.0", "triton": "3.7.1"})
@@ -120,7 +122,7 @@ def test_mistakes_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "bad.yaml"
     file.write_text("fusion: []\n")
     assert main(["--config", str(file)]) == 2
-    assert "bad.yaml:1: fusion: unknown key 'fusion'; valid: fusions, select" in (
+    assert "bad.yaml:1: fusion: unknown key 'fusion'; did you mean 'fusions'? valid: fusions" in (
         capsys.readouterr().err
     )
 
@@ -131,7 +133,59 @@ def test_a_wrong_selection_in_a_file_is_a_mistake(
     file = tmp_path / "typo.yaml"
     file.write_text("select:\n  - {stage: gated_output_norm, fusions: [gated_output_nrm]}\n")
     assert main(["--config", str(file), "--declared-only"]) == 2
-    assert "typo.yaml:2: unknown fusion 'gated_output_nrm'; did you mean" in capsys.readouterr().err
+    assert (
+        "typo.yaml:2: select[0].fusions[0]: unknown fusion 'gated_output_nrm'; did you mean"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_contradiction_in_some_layers_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(
+        "select:\n"
+        "  - {stage: gated_output_norm, fusions: [gated_output_norm], layers: 1-3}\n"
+        "  - {stage: gated_output_norm, fusions: off, layers: 3-4}\n"
+    )
+    for command in (main, check_fusions):
+        assert command(["--config", str(file)]) == 2
+        assert "twice.yaml:3: select[1]: stage gated_output_norm is claimed twice in layer 3" in (
+            capsys.readouterr().err
+        )
+
+
+def test_a_misspelt_attribute_is_not_available(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "misspelt.yaml"
+    file.write_text(
+        "fusions:\n"
+        "  - {name: mine, stage: gated_delta_rule, determinism: unknown, preconditions: [\n"
+        "      {kind: value_equals, subject: config.determinstic_mode, value: false}],\n"
+        "     implementation: 'megatron.gdn.reference:gated_delta_rule'}\n"
+    )
+    assert main(["--config", str(file), "--stage", "gated_delta_rule", "--json"]) == 0
+    (fusion,) = json.loads(capsys.readouterr().out)["fusions"]
+    assert fusion["unavailable"] == [
+        "fusion 'mine' reads config.determinstic_mode, but the transformer configuration has no "
+        "'determinstic_mode'; did you mean deterministic_mode or test_mode?"
+    ]
+
+
+def test_a_reader_that_goes_away() -> None:
+    """`| head` closes the pipe: no traceback."""
+    script = (
+        "import sys; from megatron.gdn.commands.list_fusions import main; "
+        "sys.exit(main(['--schema']))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == READER_GONE
+    child.stderr.close()
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusion_registry import FusionConfigError, Machine, Registry, load_registry
-from megatron.gdn.commands.terminal import without_package_noise
+from fusion_registry import FusionConfigError, Machine, Registry, load_registry, select
+from megatron.gdn.commands.terminal import ends_quietly_without_reader, without_package_noise
 from megatron.gdn.environment import use_triton_interpreter
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def _prepare_machine() -> str:
     return f"{here.name}{interpreter}"
 
 
+@ends_quietly_without_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Check fusions: declaration, layout, parity, gradients, determinism, one refusal a rule.
 
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="FILE",
-        help="also register the fusions of this file; may be repeated",
+        help="also register the fusions of this file and judge its selections; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print plain data")
     args = parser.parse_args(argv)
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Before the registry: a plug-in may import triton while it is registered.
             machine = _prepare_machine()
             registry = load_registry(args.config)
+            select(registry, ()).check_without_model()
             names = list(dict.fromkeys(args.names)) or list(registry.fusions)
             for name in names:
                 registry.fusion(name)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -27,8 +26,9 @@ from rich.text import Text
 
 from fusion_registry import Machine
 from fusion_registry.machine import FIXTURE_MACHINES
+from fusion_registry.schema import LayerSet
 from megatron.gdn.arguments import add_gdn_fusion_args
-from megatron.gdn.commands.terminal import printed_text
+from megatron.gdn.commands.terminal import printed_text, without_package_noise
 from megatron.gdn.planning.plan import RunPlan
 
 _MOMENTS = {
@@ -36,17 +36,6 @@ _MOMENTS = {
     "layer": "when the layer is built",
     "call": "when the layer is called",
 }
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`1, 2, 3, 5` as `1-3,5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def describe_plan(plan: RunPlan) -> dict[str, Any]:
@@ -74,6 +63,7 @@ def describe_plan(plan: RunPlan) -> dict[str, Any]:
             for (stages, problem), numbers in groups.items()
         ],
         "layers_without_stages": list(plan.others),
+        "hybrid": plan.hybrid,
     }
 
 
@@ -135,7 +125,7 @@ def _outcome(stage: dict[str, Any]) -> Text:
 
 
 def _layer_title(numbers: Sequence[int]) -> str:
-    return f"{'Layer' if len(numbers) == 1 else 'Layers'} {ranges(numbers)}"
+    return f"{'Layer' if len(numbers) == 1 else 'Layers'} {LayerSet.of(numbers)}"
 
 
 def _verdict(described: dict[str, Any]) -> str:
@@ -168,7 +158,8 @@ def _print(described: dict[str, Any], console: Console) -> None:
         console.print(Padding(table, (0, 0, 0, 2)))
     others = described["layers_without_stages"]
     if others:
-        console.print(Text(f"\n{_layer_title(others)}: softmax attention, no stages"))
+        kind = "of other kinds" if described["hybrid"] else "softmax attention"
+        console.print(Text(f"\n{_layer_title(others)}: {kind}, no stages"))
     console.print(Text(f"\n{_verdict(described)}", style="bold"))
 
 
@@ -213,19 +204,26 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str] | Non
 
         add_shape_args(parser)
         add_gdn_fusion_args(parser)
-    return parser.parse_args(words), flags
+    args, rest = parser.parse_known_args(words)
+    if rest and flags is not None:
+        parser.error(
+            f"before `--` only --json and --machine may stand, got {' '.join(rest)}; give shapes "
+            "and fusion flags, or all flags of the training run after `--`, not both"
+        )
+    if rest:
+        parser.error(
+            f"unrecognized arguments: {' '.join(rest)}; flags of a training run go after `--`"
+        )
+    return args, flags
 
 
 def _plan(args: argparse.Namespace, flags: list[str] | None) -> RunPlan:
-    with warnings.catch_warnings():
-        # megatron-core warns of what it would not do on this machine; the run is elsewhere.
-        warnings.simplefilter("ignore")
-        from megatron.gdn.planning.run import plan_run
-        from megatron.gdn.planning.settings import from_flags, from_shapes
+    from megatron.gdn.planning.run import plan_run
+    from megatron.gdn.planning.settings import from_flags, from_shapes
 
-        machine = Machine.here() if args.machine == "here" else FIXTURE_MACHINES[args.machine]
-        config, call = from_shapes(args) if flags is None else from_flags(flags, machine)
-        return plan_run(config, call, machine)
+    machine = Machine.here() if args.machine == "here" else FIXTURE_MACHINES[args.machine]
+    config, call = from_shapes(args) if flags is None else from_flags(flags, machine)
+    return plan_run(config, call, machine)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -238,8 +236,10 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 0, 1 when the run would be refused, 2 when flags or a file are wrong.
     """
     try:
-        args, flags = _arguments(argv)
-        described = describe_plan(_plan(args, flags))
+        # megatron-core also warns of what it would not do on this machine; the run is elsewhere.
+        with without_package_noise():
+            args, flags = _arguments(argv)
+            described = describe_plan(_plan(args, flags))
     except (ImportError, ValueError) as error:
         print(f"list_fusions --explain: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the stages of a Gated DeltaNet layer and the fusions registered for them.
 
-Reads declarations only, so it works on a machine without torch, triton or a GPU.
+Works on a machine without torch, triton or a GPU. To say what is available here it imports every
+implementation whose packages and devices are there, as a run that selects it would do, since only
+that tells a broken one; with --declared-only it reads declarations and imports nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from fusion_registry import (
 from fusion_registry.contracts import StageContract
 from fusion_registry.json_schema import declaration_file_schema
 from fusion_registry.registry import RegisteredFusion, default_catalogue
-from megatron.gdn.commands.terminal import printed_text
+from megatron.gdn.commands.terminal import (
+    ends_quietly_without_reader,
+    printed_text,
+    without_package_noise,
+)
 
 
 def enabled_by(fusion: RegisteredFusion) -> str:
@@ -85,8 +91,28 @@ def describe_fusion(
         "source": declared.source,
         "origin": str(fusion.origin),
         "origin_kind": fusion.origin.kind,
-        "unavailable": None if machine is None else list(unavailable(fusion, contract, machine)),
+        "unavailable": None
+        if machine is None
+        else [*unavailable(fusion, contract, machine), *_misspelt_attributes(fusion, machine)],
     }
+
+
+def _misspelt_attributes(fusion: RegisteredFusion, machine: Machine) -> list[str]:
+    """Attributes that its rules read and that do not exist, where megatron-core can tell.
+
+    The built-in fusions are spared: their tests know, and importing megatron-core takes seconds.
+    """
+    if machine.packages is not None or fusion.origin.kind == "built-in":
+        return []
+    from megatron.gdn.subjects import config_attributes, reads_attributes, unknown_attributes
+
+    if not reads_attributes(fusion):
+        return []
+    try:
+        names = config_attributes()
+    except ImportError:
+        return []
+    return [problem.text for problem in unknown_attributes(fusion, names)]
 
 
 def describe_registry(
@@ -185,6 +211,7 @@ def _print(described: dict[str, Any], console: Console) -> None:
         )
 
 
+@ends_quietly_without_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """List stages and fusions.
 
@@ -200,12 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="FILE",
-        help="also register the fusions of this file; may be repeated",
+        help="also register the fusions of this file and judge its selections; may be repeated",
     )
     parser.add_argument(
         "--declared-only",
         action="store_true",
-        help="leave out whether the fusions can run on this machine",
+        help="import nothing, and leave out whether the fusions can run on this machine",
     )
     parser.add_argument(
         "--schema",
@@ -230,9 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         registry = load_registry(args.config)
-        select(registry, ()).for_layer(None)
-        machine = None if args.declared_only else Machine.here()
-        described = describe_registry(registry, machine, args.stage)
+        select(registry, ()).check_without_model()
+        with without_package_noise():
+            machine = None if args.declared_only else Machine.here()
+            described = describe_registry(registry, machine, args.stage)
     except FusionConfigError as error:
         print(f"list_fusions: {error}", file=sys.stderr)
         return 2

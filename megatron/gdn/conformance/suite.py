@@ -35,6 +35,12 @@ from megatron.gdn.conformance.parity import (
 from megatron.gdn.conformance.refusals import Refuser
 from megatron.gdn.conformance.results import Measurement, Result, Verdict
 from megatron.gdn.conformance.stage_inputs import BUILDERS, Setting, Sizes, make_inputs
+from megatron.gdn.subjects import (
+    config_attributes,
+    layer_attributes,
+    reads_attributes,
+    unknown_attributes,
+)
 
 SHARPEST_FIRST = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of activations, the usual one that shows the smallest mistake first."""
@@ -127,6 +133,8 @@ class ExaminedFusion:
         yield "packages", self.check_packages
         yield "import", self.check_import
         yield "signature", self.check_signature
+        if reads_attributes(self.fusion):
+            yield "attributes exist", self.check_attributes
         yield "reads metadata only", self.check_metadata_only
         for name in self.settings:
             yield f"layout[{name}]", part(self.check_case, name, _layout)
@@ -210,6 +218,17 @@ class ExaminedFusion:
         except FusionConfigError as error:
             return Result(Verdict.FAILED, error.problems[0].text)
         return Result(Verdict.PASSED)
+
+    def check_attributes(self) -> Result:
+        """What the rules read of the configuration and the layer is there to be read."""
+        return Result.of_problems(
+            [
+                str(problem)
+                for problem in unknown_attributes(
+                    self.fusion, config_attributes(), layer_attributes()
+                )
+            ]
+        )
 
     def check_metadata_only(self) -> Result:
         """The rules are judged on meta tensors, which have no contents to read."""

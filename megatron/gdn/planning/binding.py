@@ -58,7 +58,7 @@ class Judges:
             phases = {rule.code: rule.phase for rule in rules.rules}
             try:
                 found = rules.reasons(inputs, layer)
-            except Exception as error:  # a predicate may do anything
+            except (Exception, SystemExit) as error:  # a predicate may do anything
                 raise UnplannableError(
                     f"the preconditions of fusion {name!r} cannot be judged before the run; "
                     "they must read metadata only: "

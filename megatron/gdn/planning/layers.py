@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion_registry import Machine
 from megatron.gdn.config import TransformerConfig
 from megatron.gdn.layer import GatedDeltaNet
+from megatron.gdn.megatron_core_0_19 import group_sizes_without_distributed
 from megatron.gdn.specs import get_gated_delta_net_module_spec
 from megatron.gdn.stages import OPTIONS
 
@@ -113,7 +113,7 @@ class PlannedLayers:
             tp=_PlannedGroup(self.config.tensor_model_parallel_size),
             cp=_PlannedGroup(self.config.context_parallel_size),
         )
-        with self.planning(), _planned_group_sizes():
+        with self.planning(), group_sizes_without_distributed():
             layer: GatedDeltaNet = build_module(
                 _spec(self.config), config=quiet, layer_number=layer_number, pg_collection=groups
             )
@@ -155,17 +155,6 @@ class PlannedLayers:
             problem = str(error)
         with self.planning():
             return torch.empty(lengths.shape, dtype=torch.int32, device=self.device), problem
-
-
-@contextlib.contextmanager
-def _planned_group_sizes() -> Iterator[None]:
-    """Let megatron-core's linear layers believe a group's size without torch.distributed."""
-    with mock.patch.multiple(
-        "megatron.core.tensor_parallel.layers",
-        get_pg_size=lambda group=None: 1 if group is None else group.size(),
-        get_pg_rank=lambda group=None: 0 if group is None else group.rank(),
-    ):
-        yield
 
 
 def _spec(config: TransformerConfig) -> ModuleSpec:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -104,17 +105,28 @@ class RunPlan:
         sizes: of a layer, local to one rank, for the reader.
         layers: the Gated DeltaNet layers, in order.
         others: numbers of the layers that have no stages.
+        hybrid: whether a pattern names the layers, so that others are of any kind.
     """
 
     machine: Machine
     sizes: Mapping[str, Any]
     layers: tuple[PlannedLayer, ...]
     others: tuple[int, ...]
+    hybrid: bool = False
 
     @property
     def stops(self) -> bool:
         """Whether a run would stop anywhere."""
         return any(layer.stops for layer in self.layers)
+
+
+def error_words(error: Exception) -> str:
+    """Name and text of an error; a bare assert has no text, so the line that failed stands in."""
+    text = str(error).strip()
+    if not text:
+        frames = traceback.extract_tb(error.__traceback__)
+        text = (frames[-1].line or "") if frames else ""
+    return f"{type(error).__name__}: {text}"
 
 
 class UnplannableError(ValueError):

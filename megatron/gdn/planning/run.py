@@ -11,7 +11,13 @@ from fusion_registry.selection import Selection
 from megatron.gdn.config import TransformerConfig
 from megatron.gdn.planning.binding import Judges, PlannedBinding
 from megatron.gdn.planning.layers import PlannedCall, PlannedLayers
-from megatron.gdn.planning.plan import PlannedLayer, PlannedStage, RunPlan, UnplannableError
+from megatron.gdn.planning.plan import (
+    PlannedLayer,
+    PlannedStage,
+    RunPlan,
+    UnplannableError,
+    error_words,
+)
 from megatron.gdn.selection import check_fusions, select_fusions
 from megatron.gdn.variant import gdn_layer_numbers
 
@@ -36,7 +42,7 @@ def plan_run(config: TransformerConfig, call: PlannedCall, machine: Machine) -> 
     layers = gdn_layer_numbers(config)
     if not layers:
         raise UnplannableError(
-            "a plan requires a GPT model with Gated DeltaNet layers, got "
+            "a plan requires a model with Gated DeltaNet layers, got "
             f"experimental_attention_variant={config.experimental_attention_variant!r} and "
             f"linear_attention_freq={config.linear_attention_freq!r}"
         )
@@ -50,6 +56,7 @@ def plan_run(config: TransformerConfig, call: PlannedCall, machine: Machine) -> 
         _sizes(planned, call),
         found,
         tuple(n for n in range(1, config.num_layers + 1) if n not in layers),
+        config.is_hybrid_model,
     )
 
 
@@ -60,7 +67,7 @@ def _plan_layer(
         layer: Any = planned.build(number)
     except Exception as error:  # megatron-core asserts and raises all sorts
         raise UnplannableError(
-            f"megatron-core refuses to build layer {number}: {type(error).__name__}: {error}"
+            f"megatron-core refuses to build layer {number}: {error_words(error)}"
         ) from error
     claims = selection.for_layer(number)
     layer.fusion_binding = binding = PlannedBinding(claims, judges)

@@ -15,7 +15,6 @@ import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 from unittest import mock
 
 import torch
@@ -23,8 +22,9 @@ import torch.nn.functional as F
 
 from fusion_registry import Machine
 from megatron.gdn.config import TransformerConfig
+from megatron.gdn.megatron_core_0_19 import flags_checked_for
 from megatron.gdn.planning.layers import NO_FUSIONS, PlannedCall
-from megatron.gdn.planning.plan import UnplannableError
+from megatron.gdn.planning.plan import UnplannableError, error_words
 from megatron.gdn.variant import VARIANT
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -62,7 +62,11 @@ def from_flags(words: Sequence[str], machine: Machine) -> Settings:
         if value:
             raise UnplannableError(f"a plan requires flags, got {flag}; write the flags out")
     args.world_size, args.rank = _smallest_world(args), 0
-    with _refusals_as("these flags"), _gpu_of(machine), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        _refusals_as("these flags"),
+        flags_checked_for(machine.capability),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         validate_args(args)
         unfused = copy.copy(args)
         vars(unfused).update(NO_FUSIONS)
@@ -89,8 +93,9 @@ def from_shapes(args: argparse.Namespace) -> Settings:
         args: what `add_shape_args` and `megatron.gdn.arguments.add_gdn_fusion_args` parse.
 
     Raises:
-        UnplannableError: megatron-core refuses the sizes.
+        UnplannableError: megatron-core refuses the sizes, or no such call can be made.
     """
+    _check_tokens(args)
     dtype = DTYPES[args.dtype]
     with _refusals_as("these sizes"):
         config = TransformerConfig(
@@ -152,8 +157,26 @@ def add_shape_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--deterministic", action="store_true", help="deterministic mode")
 
 
+def _check_tokens(args: argparse.Namespace) -> None:
+    """Refuse what megatron-core's data loading would not hand to a layer."""
+    parts = 2 * args.cp
+    if args.cp > 1 and args.seq % parts:
+        raise UnplannableError(
+            f"context parallelism requires a sequence of a multiple of 2 * cp = {parts} tokens, "
+            f"got --seq {args.seq} with --cp {args.cp}; change one of them"
+        )
+    if args.documents is not None and args.documents > args.seq:
+        raise UnplannableError(
+            f"packed documents require at least one token each, got --documents {args.documents} "
+            f"in --seq {args.seq} tokens; pack fewer"
+        )
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
@@ -181,24 +204,7 @@ def _refusals_as(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UnplannableError(
-            f"megatron-core refuses {what}: {type(error).__name__}: {error}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _gpu_of(machine: Machine) -> Iterator[None]:
-    """Let megatron-core's checks of the flags ask `machine` and not this one.
-
-    It wants to know the architecture only to demand environment variables of the launch below
-    Blackwell, which a plan has no part in.
-    """
-    capability: Any = machine.capability or (9, 0)
-    with (
-        mock.patch("megatron.training.arguments.get_device_arch_version", return_value=10),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-    ):
-        yield
+        raise UnplannableError(f"megatron-core refuses {what}: {error_words(error)}") from error
 
 
 def _smallest_world(args: argparse.Namespace) -> int:
