@@ -59,6 +59,15 @@ def _stores_weight_minus_one(norm: Any) -> bool:
     return False
 
 
+@torch.compiler.disable
+def _run_outside_graph(layer: GatedDeltaNet, stage: str, inputs: dict[str, Any]) -> Any:
+    """A fused stage in a forward that `torch.compile` traces: a break of the graph.
+
+    Its judgement and launch are host code, which the compiler would trace into and fail at.
+    """
+    return layer.fusion_binding.run(stage, layer, inputs)
+
+
 class GatedDeltaNet(CoreGatedDeltaNet):
     """A Gated DeltaNet layer whose stages can be fused.
 
@@ -134,6 +143,8 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         Raises:
             FusionUnsupportedError: a fusion is bound and cannot serve this call.
         """
+        if torch.compiler.is_compiling() and self._is_fused(stage):
+            return _run_outside_graph(self, stage, inputs)
         return self.fusion_binding.run(stage, self, inputs)
 
     def _is_fused(self, stage: str) -> bool:
