@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fusion_registry.machine import AMPERE, CPU, HOPPER, INTERPRETER, Machine
-from megatron.gdn.commands.explain import ranges
+from fusion_registry.schema import LayerSet
 from megatron.gdn.planning.layers import PlannedCall
 from megatron.gdn.planning.outputs import CONTRACT_OUTPUTS
 from megatron.gdn.planning.plan import PlannedStage, RunPlan
@@ -121,7 +121,7 @@ def plan_text(plan: RunPlan) -> str:
         groups.setdefault(layer.stages, []).append(layer.layer)
     lines = []
     for stages, numbers in groups.items():
-        lines.append(f"  layers {ranges(numbers)}")
+        lines.append(f"  layers {LayerSet.of(numbers)}")
         lines += [line for stage in stages for line in stage_lines(stage)]
     return "\n".join(lines)
 
