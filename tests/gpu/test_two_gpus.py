@@ -148,6 +148,8 @@ def test_a_checkpoint_goes_on_in_another_layout(runs: Runs, saved: str, loaded: 
     """TP 2 is fused and TP 1 is not: the loss goes on as in the run that was not interrupted."""
     through = finished(runs, f"{saved}_saved")
     after = finished(runs, f"{loaded}_loaded", first=SAVED_AT + 1)
+    # megatron-core logs the first step of a run alone, and again in its mean with the second.
+    del after.losses[SAVED_AT + 2]
     difference = largest_difference(after, through)
     print(f"\n{saved} -> {loaded}: largest relative difference of a step {difference:.1e}")
     assert difference < 1e-2
