@@ -181,6 +181,16 @@ def test_training_flags(capsys: Capture) -> None:
     assert "A call: batch 2, 8 tokens, float16." in out
 
 
+def test_a_hybrid_model(capsys: Capture) -> None:
+    """Its pattern names the layers; no attention variant is set."""
+    variant = {"--experimental-attention-variant": None, "--linear-attention-freq": None}
+    line = words({**variant, "--hybrid-layer-pattern": "GG-*G", PRE: "", NORM: ""})
+    status, out = explain(capsys, "--", *line)
+    assert status == 0
+    assert "\nLayers 1-2,5\n" in out
+    assert "\nLayers 3-4: of other kinds, no stages\n" in out
+
+
 def test_training_flags_start_nothing(capsys: Capture) -> None:
     before = sys.argv, global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TOKENIZER
     assert explain(capsys, "--", *words({NORM: ""}))[0] == 0
