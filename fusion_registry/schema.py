@@ -110,7 +110,8 @@ class FusionDeclaration(BaseModel):
 
     implementation: ImportPath
     """`package.module:callable`. It takes the inputs of the stage by keyword and returns its
-    outputs in order; it is imported when it is selected."""
+    outputs in order. A run imports it when it is selected; list_fusions imports it to say whether
+    it is available, check_fusions to check it."""
 
     determinism: Determinism
     """Whether two runs on equal inputs give equal bits."""
