@@ -624,6 +624,21 @@ def test_rows_near_zero(scale: float) -> None:
         assert got["q"].count_nonzero() == got["k"].count_nonzero() == 0
 
 
+def test_gradients_of_huge_rows() -> None:
+    """The part along the row itself, which the norm takes out, is as large as the rest."""
+    case = replace(SMALL, bias=False, dtype=torch.float32)
+    inputs = make_inputs(case)
+    x = inputs["qkvzba"]
+    assert x is not None
+    channels = 2 * case.sizes.num_key_heads * case.sizes.key_head_dim
+    with torch.no_grad():
+        x[..., :channels] *= 1e15
+    got, want = run(case, inputs)["dqkvzba"], run_reference(case, inputs=inputs)["dqkvzba"]
+    got, want = got[..., :channels].double(), want[..., :channels]
+    assert 0 < want.abs().max() < 1e-13
+    assert ((got - want).norm() / want.norm()).item() < 1e-5
+
+
 REFUSED = {
     "zero_key_heads": ({"num_key_heads": 0}, "num_key_heads=0"),
     "no_value_heads": ({"num_value_heads": 0}, "num_value_heads=0"),

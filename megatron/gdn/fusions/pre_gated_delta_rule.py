@@ -506,7 +506,8 @@ def _token_gradient(
         b_y = b_silu.to(DTYPE).to(tl.float32)
         b_rstd = tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + L2_NORM_EPS)
         b_dot = tl.sum(b_dy * b_y, axis=1, keep_dims=True)
-        b_dy = tl.fma(b_y, -(b_rstd * b_rstd * b_rstd * b_dot), b_dy * b_rstd)
+        # The dot product first: the third power of b_rstd alone is zero for rows beyond 1e13.
+        b_dy = tl.fma(b_y, -(b_rstd * b_rstd * (b_rstd * b_dot)), b_dy * b_rstd)
     return b_dy * tl.fma(b_silu, 1.0 - b_sigmoid, b_sigmoid)
 
 
