@@ -43,6 +43,7 @@ class Layer(torch.nn.Module):
             deterministic_mode=False,
             experimental_attention_variant="gated_delta_net",
             is_hybrid_model=False,
+            linear_conv_kernel_dim=4,
         )
         self.act_fn = torch.nn.functional.silu
         self.out_norm = torch.nn.RMSNorm(64)

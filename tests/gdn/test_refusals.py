@@ -61,17 +61,28 @@ def test_gelu_when_the_layer_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("build", "changes", "message"),
     [
-        ({"deterministic_mode": True}, "deterministic_mode=False, got True"),
-        ({"activation_func": F.gelu}, "activation to be silu or swish, got 'gelu'"),
+        (make_config, {"deterministic_mode": True}, "deterministic_mode=False, got True"),
+        (
+            make_config,
+            {"linear_conv_kernel_dim": 9},
+            "linear_conv_kernel_dim to be 2, 3, 4, 5, 6, 7 or 8, got 9",
+        ),
+        (
+            lambda **options: make_layer(make_config(**options)),
+            {"activation_func": F.gelu},
+            "activation to be silu or swish, got 'gelu'",
+        ),
     ],
-    ids=["deterministic", "gelu"],
+    ids=["deterministic", "width9", "gelu"],
 )
-def test_the_stage_before_the_recurrence(changes: dict[str, Any], message: str) -> None:
+def test_the_stage_before_the_recurrence(
+    build: Callable[..., object], changes: dict[str, Any], message: str
+) -> None:
     option = "gdn_pre_gated_delta_rule_fusion"
     with pytest.raises(FusionUnsupportedError) as found:
-        make_layer(make_config(**{option: True}, **changes))
+        build(**{option: True}, **changes)
     assert f"{option} requires {message}" in str(found.value)
     assert "disable the option to run unfused" in str(found.value)
 
