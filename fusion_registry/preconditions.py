@@ -817,6 +817,8 @@ class Predicate(Precondition):
 
     def compile(self, contract: StageContract) -> Judge:
         path, function = self.callable, import_object(self.callable)
+        if not callable(function):
+            raise TypeError(f"{path} is not callable, got {type(function).__name__}")
         inputs_read = tuple(name for name in self.reads if "." not in name)
         attributes = tuple(
             (name.replace(".", "_"), _attribute_reader(name, None))

@@ -510,8 +510,9 @@ def test_an_implementation_is_imported_only_when_it_is_selected(choose) -> None:
     [
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
         (f"{HERE}:absent", "AttributeError: "),
+        (f"{HERE}:NOT_CALLABLE", f"TypeError: {HERE}:NOT_CALLABLE is not callable, got str"),
     ],
-    ids=["no-module", "no-attribute"],
+    ids=["no-module", "no-attribute", "no-callable"],
 )
 def test_a_predicate_that_cannot_be_imported(
     choose, bind: Bind, function: str, message: str

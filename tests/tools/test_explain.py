@@ -416,6 +416,7 @@ def test_mistaken_training_flags(capsys: Capture) -> None:
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--machine", "laptop"], "invalid choice: 'laptop'"),
         (["--batch", "x"], "x is not a positive number"),
+        (["--batch", "9" * 30], "is larger than 1099511627776; give less"),
         (
             ["--batch", "4", "--", *words({})],
             "before `--` only --json and --machine may stand, got --batch 4; give shapes and",
@@ -432,6 +433,7 @@ def test_mistaken_training_flags(capsys: Capture) -> None:
         "dtype",
         "machine",
         "batch_x",
+        "batch_beyond_64_bits",
         "both_forms",
         "training_flag_for_shapes",
         "flag_of_the_list",
@@ -474,11 +476,18 @@ def test_machines_have_the_packages_of_this_python() -> None:
     assert "with its packages." in as_text(describe_plan(plan), 80)
 
 
+def test_sizes_that_torch_cannot_count(capsys: Capture) -> None:
+    many = str(10**9)
+    text = complaint(capsys, *SMALL, "--seq", many, "--batch", many, NORM)
+    assert f"torch cannot plan a call of batch {many} and {many} tokens in layer 1" in text
+
+
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "AssertionError"], ids=["exit", "assert"])
 def test_a_predicate_that_ends_the_process(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
 ) -> None:
-    (tmp_path / "ending_predicates.py").write_text(f"def ends(x):\n    raise {raised}\n")
+    module = f"ending_by_{raised[:9].lower()}"
+    (tmp_path / f"{module}.py").write_text(f"def ends(x):\n    raise {raised}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "ending.yaml"
     file.write_text(
@@ -488,12 +497,12 @@ def test_a_predicate_that_ends_the_process(
         "    determinism: unknown\n"
         "    implementation: megatron.gdn.reference:gated_output_norm\n"
         "    preconditions:\n"
-        "      - {kind: predicate, callable: 'ending_predicates:ends', reads: [x], says: nothing}\n"
+        f"      - {{kind: predicate, callable: '{module}:ends', reads: [x], says: nothing}}\n"
         "select: [{stage: gated_output_norm, fusions: [ending]}]\n"
     )
     text = complaint(capsys, *SMALL, "--gdn-fusion-config", str(file))
-    assert "preconditions of fusion 'ending' cannot be judged before the run" in text
-    monkeypatch.delitem(sys.modules, "ending_predicates")
+    assert f"fusion 'ending' cannot be judged before the run: {raised.split('(')[0]}: " in text
+    assert "; a predicate must take what it `reads` by keyword, and read metadata only" in text
 
 
 @pytest.mark.parametrize(

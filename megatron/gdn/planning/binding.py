@@ -26,6 +26,7 @@ from megatron.gdn.planning.plan import (
     PlannedReason,
     PlannedStage,
     UnplannableError,
+    error_words,
 )
 
 
@@ -60,9 +61,9 @@ class Judges:
                 found = rules.reasons(inputs, layer)
             except (Exception, SystemExit) as error:  # a predicate may do anything
                 raise UnplannableError(
-                    f"the preconditions of fusion {name!r} cannot be judged before the run; "
-                    "they must read metadata only: "
-                    f"{type(error).__name__}: {error}"
+                    f"the preconditions of fusion {name!r} cannot be judged before the run: "
+                    f"{error_words(error)}; a predicate must take what it `reads` by keyword, and "
+                    "read metadata only"
                 ) from error
             reasons += tuple(PlannedReason(r.code, phases[r.code], r.text) for r in found)
         option = self.registry.fusions[name].declaration.option

@@ -120,7 +120,7 @@ class RunPlan:
         return any(layer.stops for layer in self.layers)
 
 
-def error_words(error: Exception) -> str:
+def error_words(error: BaseException) -> str:
     """Name and text of an error; a bare assert has no text, so the line that failed stands in."""
     text = str(error).strip()
     if not text:

@@ -71,10 +71,16 @@ def _plan_layer(
         ) from error
     claims = selection.for_layer(number)
     layer.fusion_binding = binding = PlannedBinding(claims, judges)
-    cu_seqlens, problem = planned.cu_seqlens(layer, call)
-    with planned.planning():
-        x, gate = layer._run_stages_to_recurrence(planned.projection(layer, call), cu_seqlens)
-        layer._apply_gated_norm(x, gate)
+    try:
+        cu_seqlens, problem = planned.cu_seqlens(layer, call)
+        with planned.planning():
+            x, gate = layer._run_stages_to_recurrence(planned.projection(layer, call), cu_seqlens)
+            layer._apply_gated_norm(x, gate)
+    except (OverflowError, RuntimeError) as error:  # sizes that torch cannot count
+        raise UnplannableError(
+            f"torch cannot plan a call of batch {call.batch} and {call.length} tokens in layer "
+            f"{number}: {error_words(error)}; make it smaller"
+        ) from error
     registry = selection.registry
     stages = [
         replace(

@@ -35,6 +35,9 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+LARGEST_SIZE = 1 << 40
+"""Of anything that is counted: beyond any run, and within the 64 bits of one size in torch."""
+
 Settings = tuple[TransformerConfig, PlannedCall]
 
 
@@ -179,6 +182,8 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    if number > LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(f"{text} is larger than {LARGEST_SIZE}; give less")
     return number
 
 
