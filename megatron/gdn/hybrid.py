@@ -26,7 +26,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron.gdn.specs import get_gated_delta_net_module_spec, local_backend, use_our_layer
+from megatron.gdn.specs import (
+    NORM_NAME,
+    get_gated_delta_net_module_spec,
+    local_backend,
+    use_our_layer,
+)
 
 LOCAL_LAYERS = {
     Symbols.GDN: "Gated DeltaNet",
@@ -126,10 +131,7 @@ def get_hybrid_stack_spec(config: CoreTransformerConfig) -> ModuleSpec:
                 input_layernorm=norm,
                 self_attention=get_gated_delta_net_module_spec(config, backend),
                 self_attn_bda=get_bias_dropout_add,
-                # The name that Transformer Engine's fused norm and projection gives in checkpoints.
-                sharded_state_dict_keys_map={
-                    "input_layernorm.": "self_attention.in_proj.layer_norm_"
-                },
+                sharded_state_dict_keys_map=NORM_NAME,
             ),
         ),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=replace(layer, **no_mlp)),

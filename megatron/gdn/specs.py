@@ -38,6 +38,11 @@ _LOCATIONS = tuple(
 """How a spec may name megatron-core's layer without importing it."""
 
 
+NORM_NAME = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+"""The name in checkpoints of a norm beside our layer: that of Transformer Engine's fused norm and
+projection, so that either implementation loads what the other saved."""
+
+
 def get_gated_delta_net_module_spec(
     config: CoreTransformerConfig, backend: Any | None = None
 ) -> ModuleSpec:
@@ -173,7 +178,13 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def _with_attention(spec: ModuleSpec, attention: ModuleSpec) -> ModuleSpec:
-    return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
+    names = {**spec.submodules.sharded_state_dict_keys_map, **NORM_NAME}
+    return replace(
+        spec,
+        submodules=replace(
+            spec.submodules, self_attention=attention, sharded_state_dict_keys_map=names
+        ),
+    )
 
 
 def local_backend(config: CoreTransformerConfig) -> LocalSpecProvider:

@@ -43,6 +43,15 @@ def test_local_block(frequency: Any, numbers: tuple[int, ...]) -> None:
     assert config.experimental_attention_variant == "gated_delta_net"
 
 
+def test_norms_are_saved_under_the_names_of_transformer_engine() -> None:
+    """There the norm before a projection is part of it; a checkpoint loads into either."""
+    block = get_gdn_block_spec(make_config(), pp_rank=0)
+    names = [spec.submodules.sharded_state_dict_keys_map for spec in block.layer_specs]
+    for name, projection in zip(names, ["in_proj"] * 3 + ["linear_qkv"], strict=True):
+        assert name["input_layernorm."] == f"self_attention.{projection}.layer_norm_"
+        assert name["pre_mlp_layernorm."] == "mlp.linear_fc1.layer_norm_"
+
+
 @pytest.mark.parametrize(
     ("rank", "modules"), [(0, [GatedDeltaNet] * 2), (1, [GatedDeltaNet, SelfAttention])]
 )
