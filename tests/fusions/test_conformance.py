@@ -10,6 +10,7 @@ import functools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import yaml
 from fusion_registry import Registry, load_registry
 from fusion_registry.registry import precondition_kinds
 from megatron.gdn.commands.check_fusions import main
-from megatron.gdn.conformance import Check, Result, Verdict, checks_of
+from megatron.gdn.conformance import Check, Result, Verdict, breaking, checks_of
 from megatron.gdn.conformance.breaking import BREAKERS
 from megatron.gdn.conformance.output_layout import phrases
 from megatron.gdn.conformance.stage_inputs import BUILDERS
@@ -297,6 +298,16 @@ def test_rules_of_every_kind_are_met_and_broken(declare) -> None:
     refusals = [name for name in found if name.startswith("refuses[")]
     assert len(refusals) == len(NORM_RULES)
     assert {rule["kind"] for rule in NORM_RULES} == set(BREAKERS) - {"predicate"}
+
+
+def test_one_gpu_is_enough_to_break_the_rule_about_devices(declare, monkeypatch) -> None:
+    """torch would initialise a second one, also for a tensor that only pretends to be there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rules = [{"kind": "same_device", "tensors": ["x", "gate"]}]
+    with mock.patch.object(breaking, "pretend", wraps=breaking.pretend) as pretended:
+        (result,) = results(declare("norm_right", "gated_output_norm", rules), "refuses[").values()
+    assert result.verdict is Verdict.PASSED, result.detail
+    assert "cuda:1" not in {call.args[1] for call in pretended.call_args_list}
 
 
 def test_most_rules_are_broken_alone(declare) -> None:

@@ -71,7 +71,7 @@ def test_recomputation_changes_no_loss(train: Train) -> None:
 
 
 def test_mock_data() -> None:
-    done = run_pretraining("--mock-data", PRE, NORM, steps=3)
+    done = run_pretraining("--mock-data", "--lr-warmup-iters", "0", PRE, NORM, steps=3)
     assert done.status == 0, done.output[-5000:]
     assert list(done.losses) == [1, 2, 3]
 

@@ -150,9 +150,11 @@ def _device_type(rule: Any, call: Call, contract: StageContract) -> Iterator[Cal
 def _same_device(rule: Any, call: Call, contract: StageContract) -> Iterator[Call]:
     given = call.tensors(rule.tensors)
     everything = {name: value for name, value in call.inputs.items() if isinstance(value, Tensor)}
-    on_cuda = call.pretending({name: pretend(item, "cuda:0") for name, item in everything.items()})
-    for name, item in given.items():
-        yield on_cuda.with_input(name, pretend(item, "cuda:1"))
+    # A second device can be pretended where there is none at all; beside a real one, torch asks it.
+    if torch.cuda.device_count() != 1:
+        on_cuda = call.pretending({n: pretend(item, "cuda:0") for n, item in everything.items()})
+        for name, item in given.items():
+            yield on_cuda.with_input(name, pretend(item, "cuda:1"))
     for name, item in given.items():
         yield call.with_input(name, pretend(item, "meta"))
 
