@@ -151,6 +151,12 @@ def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+def test_an_unknown_shape_lists_the_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_fusions.main(["--stage", "gated_output_norm", "--shape", "s=5"])
+    assert "got 's=5'; there are ['gated_output_norm: b=4 s=4096 h=32" in capsys.readouterr().err
+
+
 def test_every_case_has_ours_first_and_a_peer() -> None:
     for case in bench_cases():
         ours = [implementation.is_ours for implementation in case.implementations]

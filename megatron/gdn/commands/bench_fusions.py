@@ -154,10 +154,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stage", action="append", choices=STAGES_WITH_CASES, help="only this stage; repeatable"
     )
+    parser.add_argument(
+        "--shape", default="", metavar="TEXT", help="only shapes whose title contains this text"
+    )
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls of each median")
     parser.add_argument("--ours-only", action="store_true", help="leave out the peers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     arguments = parser.parse_args(argv)
+    cases = bench_cases(tuple(arguments.stage or STAGES_WITH_CASES))
+    titles = [_title(case) for case in cases]
+    cases = tuple(case for case in cases if arguments.shape in _title(case))
+    if not cases:
+        parser.error(
+            f"--shape must be part of a title, got {arguments.shape!r}; there are {titles}"
+        )
     if not torch.cuda.is_available():
         print("bench_fusions needs a CUDA device, found none", file=sys.stderr)
         return 2
@@ -168,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(", ".join(f"{key} {value}" for key, value in machine().items()))
         print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, read plus written", flush=True)
     measurements, consultations = [], []
-    for case in bench_cases(tuple(arguments.stage or STAGES_WITH_CASES)):
+    for case in cases:
         rows = [
             measure(case, implementation, timer, bandwidth)
             for implementation in case.implementations
@@ -195,7 +205,7 @@ def print_table(rows: Sequence[Measurement], consulted: Consultation) -> None:
     from rich.table import Table
 
     floor = rows[0]
-    table = Table(title=f"{floor.stage}: {floor.label}", title_justify="left")
+    table = Table(title=_title(floor), title_justify="left")
     table.add_column("implementation")
     table.add_column("parity (largest error)")
     for heading in ("forward ms", "x floor", "forward+backward ms", "x floor", "host us"):
@@ -215,6 +225,10 @@ def print_table(rows: Sequence[Measurement], consulted: Consultation) -> None:
     table.caption_justify = "left"
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     sys.stdout.flush()
+
+
+def _title(of: BenchCase | Measurement) -> str:
+    return f"{of.stage}: {of.label}"
 
 
 def _parity_text(row: Measurement) -> str:
