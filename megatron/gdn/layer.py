@@ -371,11 +371,12 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         norm = self._modules["out_norm"]
         if self.tp_size > 1:
             sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
+        stage = "gated_output_norm"
         # The unfused code calls the norm, and so its hooks.
-        if has_forward_pre_hooks(norm) and self._is_fused("gated_output_norm"):
+        if has_forward_pre_hooks(norm) and self._is_fused(stage):
             x = run_forward_pre_hooks(norm, x.reshape(-1, x.shape[-1])).reshape(x.shape)
         out: Tensor = self.run_stage(
-            "gated_output_norm",
+            stage,
             x=x,
             gate=gate,
             weight=getattr(norm, "weight", None),
