@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -15,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.gdn import GatedDeltaNet
-from megatron.gdn.megatron_core_0_19 import parameters_on_cpu_without_cuda
+from tests.distributed.cpu_in_place_of_cuda import cpu_in_place_of_cuda
 from tests.distributed.layer_on_ranks import (
     NORM,
     PRE,
@@ -25,7 +22,6 @@ from tests.distributed.layer_on_ranks import (
     shard,
     start_layout,
 )
-from tests.gdn.layer_support import DEVICE
 
 FUSED = Case("fused", torch.float16, {**PRE, **NORM})
 UNFUSED = Case("unfused", torch.float16, {})
@@ -71,19 +67,9 @@ def differing(layer: GatedDeltaNet, whole: dict[str, Tensor]) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def no_device_to_wait_for() -> Iterator[None]:
-    """megatron-core's writer waits for a CUDA device, whether or not there is one."""
-    if DEVICE.type == "cuda":
-        yield
-        return
-    with parameters_on_cpu_without_cuda(), mock.patch.object(torch.cuda, "synchronize"):
-        yield
-
-
 def there_and_back(folder: str) -> dict[str, list[str]]:
     """TP 1 fused, TP 2 unfused, TP 1 fused: what differs after each load."""
-    with no_device_to_wait_for():
+    with cpu_in_place_of_cuda():
         first = start(FUSED, tp=1)
         distinct_weights(first)
         whole = {name: parameter.detach().clone() for name, parameter in first.named_parameters()}

@@ -39,7 +39,10 @@ SIZES = {
 """Two key heads to four tensor- and context-parallel ranks each; Hk != Hv, Dk != Dv."""
 
 DOCUMENTS = (8, 4)
-"""Lengths of packed documents: megatron-core pads each to a multiple of twice the CP size."""
+"""Lengths of packed documents: under context parallelism, multiples of twice the CP size."""
+
+PADDED_DOCUMENTS = (5, 1)
+"""Their lengths without the padding that makes them `DOCUMENTS`."""
 
 
 REFERENCE_KERNELS = Path(__file__).with_name("reference_kernels.yaml")
@@ -68,9 +71,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
     sequence_parallel: bool = False
+    padded: bool = False
 
     def __str__(self) -> str:
-        layout = "packed" if self.packed else "dense"
+        layout = "padded" if self.padded else "packed" if self.packed else "dense"
         precision = str(self.dtype).removeprefix("torch.")
         suffix = "-sequence_parallel" if self.sequence_parallel else ""
         return f"{self.name}-{precision}-{layout}{suffix}"
@@ -150,9 +154,9 @@ def tokens_of_rank(lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
     return torch.cat(mine)
 
 
-def distinct_weights(layer: GatedDeltaNet) -> None:
+def distinct_weights(layer: GatedDeltaNet, seed: int = 3) -> None:
     """Fill a whole layer so that no two heads, channels or norm weights are alike."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
@@ -170,6 +174,20 @@ def finalize_gradients(layer: GatedDeltaNet) -> None:
     _allreduce_non_tensor_model_parallel_grads([layer], layer.config, layer.tp_group)
     for parameter in layer.parameters():
         torch.distributed.all_reduce(parameter.grad, group=layer.pg_collection.cp)
+
+
+def pack(exact: tuple[int, ...], padded: tuple[int, ...]) -> PackedSeqParams:
+    """Documents of `exact` lengths, each with padding up to its `padded` length."""
+    ends, padded_ends = (
+        torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int() for lengths in (exact, padded)
+    )
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends.clone(),
+        cu_seqlens_q_padded=None if exact == padded else padded_ends,
+        cu_seqlens_kv_padded=None if exact == padded else padded_ends.clone(),
+    )
 
 
 def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
@@ -191,21 +209,28 @@ def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
 
     lengths = DOCUMENTS if case.packed else (8,)
     batch = 1 if case.packed else 2
-    packing = None
-    if case.packed:
-        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-        packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends.clone())
+    exact = PADDED_DOCUMENTS if case.padded else lengths
+    real = torch.cat(
+        [torch.arange(length) < kept for length, kept in zip(lengths, exact, strict=True)]
+    )
     torch.manual_seed(5)
     shape = (sum(lengths), batch, SIZES["hidden_size"])
     hidden, upstream = torch.randn(2, *shape).to(device=DEVICE, dtype=case.dtype)
+    # Nothing that a training step computes depends on padding: its loss is masked.
+    upstream[~real] = 0
     mine = tokens_of_rank(lengths, cp, groups.cp.rank())
     if case.sequence_parallel:
         mine = mine.chunk(tp)[groups.tp.rank()]
 
-    x = hidden.clone().requires_grad_()
-    expected, _ = whole(x, None, packed_seq_params=packing)
-    expected.backward(upstream)
+    # The whole layer never sees the padding.
+    x = hidden[real].clone().requires_grad_()
+    packing = pack(exact, exact) if case.packed else None
+    got, _ = whole(x, None, packed_seq_params=packing)
+    got.backward(upstream[real])
+    expected, input_gradient = torch.zeros_like(hidden), torch.zeros_like(hidden)
+    expected[real], input_gradient[real] = got.detach(), x.grad
     y = hidden[mine].clone().requires_grad_()
+    packing = pack(exact, lengths) if case.packed else None
     out, _ = split(y, None, packed_seq_params=packing)
     out.backward(upstream[mine])
     finalize_gradients(split)
@@ -215,7 +240,8 @@ def compare(case: Case, alone: ProcessGroupCollection) -> dict[str, float]:
         difference = (got.double() - wanted.double()).abs().max()
         return (difference / wanted.double().abs().max()).item()
 
-    errors = {"output": error(out, expected[mine]), "input": error(y.grad, x.grad[mine])}
+    out = out.detach() * real[mine].to(out)[:, None, None]
+    errors = {"output": error(out, expected[mine]), "input": error(y.grad, input_gradient[mine])}
     for name, parameter in whole.named_parameters():
         errors[name] = error(parameters[name].grad, shard(split, name, parameter.grad))
     replicas = [torch.empty_like(split.out_norm.weight.grad) for _ in range(tp * cp)]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-_PRELOADED = ["tests.distributed.layer_on_ranks", "megatron.gdn.fusions.pre_gated_delta_rule"]
+_PRELOADED = ["tests.distributed.model_on_ranks", "megatron.gdn.fusions.pre_gated_delta_rule"]
 
 _START_ON_GPU = 60.0
 """Seconds more on a GPU, where a rank imports torch itself, NCCL connects and kernels compile."""

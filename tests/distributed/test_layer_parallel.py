@@ -49,11 +49,15 @@ CASES = [
         ],
         [False, True],
     )
+] + [
+    Case("unfused", torch.float32, {}, packed=True, padded=True),
+    Case("both", torch.float16, {**PRE, **NORM}, packed=True, padded=True),
 ]
 
 SEQUENCE_PARALLEL = [
     Case("unfused", torch.float32, {}, sequence_parallel=True),
-    Case("both", torch.float16, {**PRE, **NORM}, sequence_parallel=True),
+    Case("unfused", torch.float32, {}, packed=True, sequence_parallel=True),
+    Case("both", torch.float16, {**PRE, **NORM}, packed=True, sequence_parallel=True),
 ]
 
 
