@@ -139,8 +139,8 @@ SETTINGS: dict[str, Setting] = {
     "norm-packed-deterministic": Setting("config", {NORM: ""} | PACKED | DETERMINISTIC),
     "both-conv_2": Setting("runs", BOTH | {"--linear-conv-kernel-dim": "2"}),
     "both-conv_8": Setting("runs", BOTH | {"--linear-conv-kernel-dim": "8"}),
-    "both-conv_9": Setting("call", BOTH | {"--linear-conv-kernel-dim": "9"}),
-    "both-conv_1": Setting("call", BOTH | {"--linear-conv-kernel-dim": "1"}),
+    "both-conv_9": Setting("config", BOTH | {"--linear-conv-kernel-dim": "9"}),
+    "both-conv_1": Setting("config", BOTH | {"--linear-conv-kernel-dim": "1"}),
     "both-recomputed": Setting("runs", BOTH | RECOMPUTED),
     "norm-recomputed-dv_96": Setting(
         "call",
