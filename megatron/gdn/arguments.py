@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from megatron.gdn.variant import VARIANT, to_megatron_core_variant
 
@@ -31,12 +33,15 @@ def add_gdn_fusion_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument(
         "--gdn-fusions",
         nargs="+",
+        action=_AddNames,
         default=(),
         metavar="NAME",
-        help="Further registered fusions to use in every layer; list_fusions shows their names.",
+        help="Further registered fusions to use in every layer; list_fusions shows their names. "
+        "May be repeated.",
     )
     group.add_argument(
         "--gdn-fusion-config",
+        action=_OneFile,
         default=None,
         metavar="FILE",
         help="YAML file that registers fusions and selects them, per stage and per layer.",
@@ -48,6 +53,38 @@ def add_gdn_fusion_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             action.choices = [*action.choices, VARIANT]
             action.help = f"{action.help or ''} {VARIANT} stands for gated_delta_net.".strip()
     return parser
+
+
+class _AddNames(argparse.Action):
+    """Keeps the names of a flag that is repeated; argparse's own would drop all but the last."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        known = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, list(dict.fromkeys([*known, *(values or ())])))
+
+
+class _OneFile(argparse.Action):
+    """Refuses a second file; argparse's own would leave the first one unread."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        known = getattr(namespace, self.dest)
+        if known not in (None, values):
+            raise argparse.ArgumentError(
+                self, f"takes one file, got {known} and {values}; write both into one"
+            )
+        setattr(namespace, self.dest, values)
 
 
 class _VariantName:

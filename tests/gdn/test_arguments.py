@@ -43,6 +43,22 @@ def test_flags(parser: argparse.ArgumentParser) -> None:
     assert args.gdn_fusion_config == "f.yaml"
 
 
+def test_names_of_a_repeated_flag_add_up(parser: argparse.ArgumentParser) -> None:
+    words = "--gdn-fusions a b --lr 1 --gdn-fusions c a".split()
+    assert parser.parse_args(words).gdn_fusions == ["a", "b", "c"]
+    assert parser.parse_args(["--gdn-fusions", "d"]).gdn_fusions == ["d"]
+
+
+def test_two_config_files_are_refused(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = "--gdn-fusion-config"
+    assert parser.parse_args([file, "f.yaml", file, "f.yaml"]).gdn_fusion_config == "f.yaml"
+    with pytest.raises(SystemExit):
+        parser.parse_args([file, "f.yaml", file, "g.yaml"])
+    assert f"argument {file}: takes one file, got f.yaml and g.yaml" in capsys.readouterr().err
+
+
 def test_variant_gdn(parser: argparse.ArgumentParser, recwarn: pytest.WarningsRecorder) -> None:
     assert parser.parse_args([FLAG, "gdn"]).experimental_attention_variant == "gated_delta_net"
     assert not [w for w in recwarn if "write 'gdn'" in str(w.message)]
