@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.resources
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -322,8 +323,11 @@ def parse_declarations(text: str, file: str, catalogue: Catalogue, kind: SourceK
 
 def _read_file(path: Path) -> str:
     try:
-        fits = path.stat().st_size <= LARGEST_FILE
-        text = path.read_text(encoding="utf-8") if fits else ""
+        found = path.stat()
+        # A pipe is empty when it is read again, and a run would then select nothing.
+        rereads = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+        fits = found.st_size <= LARGEST_FILE
+        text = path.read_text(encoding="utf-8") if rereads and fits else ""
     except OSError as error:
         raise FusionConfigError(
             ConfigProblem(f"cannot be read: {error.strerror or error}", str(path))
@@ -332,6 +336,14 @@ def _read_file(path: Path) -> str:
         raise FusionConfigError(
             ConfigProblem(f"cannot be read as UTF-8 text: {error}", str(path))
         ) from error
+    if not rereads:
+        raise FusionConfigError(
+            ConfigProblem(
+                "must be a file, since a run reads it more than once, got a pipe or a device; "
+                "write it to a file",
+                str(path),
+            )
+        )
     if not fits:
         raise FusionConfigError(
             ConfigProblem(f"larger than {LARGEST_FILE} bytes; split it", str(path))

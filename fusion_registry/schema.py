@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from fusion_registry.import_path import ImportPath
 from fusion_registry.preconditions import AnyPrecondition, Name
 from fusion_registry.version_range import PackageName, VersionRange
-from fusion_registry.yaml_source import short
+from fusion_registry.yaml_source import cut, short
 
 FusionName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=100)
@@ -167,7 +167,7 @@ class StageSelection(BaseModel):
         if value is False or value == "off":
             return "off"
         if not isinstance(value, list | tuple):
-            one = f"; write [{value}]" if isinstance(value, str) else ""
+            one = f"; write [{cut(value)}]" if isinstance(value, str) else ""
             raise ValueError(f"must be a list of fusion names, or off, got {short(value)}{one}")
         if not value:
             raise ValueError("an empty list selects nothing; write `off`")

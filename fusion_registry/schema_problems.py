@@ -28,7 +28,10 @@ from fusion_registry.preconditions import (
 )
 from fusion_registry.schema import FusionDeclaration, FusionFile, FusionName, StageSelection
 from fusion_registry.version_range import PackageName
-from fusion_registry.yaml_source import KeyPath, YamlSource, short
+from fusion_registry.yaml_source import KeyPath, YamlSource, cut, short
+
+LONGEST_NAME = 100
+"""Characters that a misspelt name is compared by."""
 
 _TEXTS: Mapping[str, str] = {
     get_args(kind)[1].pattern: words
@@ -70,7 +73,7 @@ PRECONDITION_MODELS: dict[str, type[BaseModel]] = {
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """`unknown fusion 'x'; did you mean 'y'? valid: ...`."""
     names = sorted(known)
-    return f"unknown {what} {name!r}; {_hint(name, names)}valid: {', '.join(names) or 'none'}"
+    return f"unknown {what} {short(name)}; {_hint(name, names)}valid: {', '.join(names) or 'none'}"
 
 
 def schema_problems(error: ValidationError, source: YamlSource) -> list[ConfigProblem]:
@@ -114,10 +117,10 @@ def _texts(
                 for other in faults.get(path[:-1], ())
                 if other["type"] == "missing"
             ]
-            close = difflib.get_close_matches(str(last), missing, n=1)
+            close = difflib.get_close_matches(str(last)[:LONGEST_NAME], missing, n=1)
             valid = _valid_keys(path[:-1], source)
             hint = f"did you mean {close[0]!r}? " if close else _hint(str(last), valid)
-            yield f"unknown key {last!r}; {hint}valid: {', '.join(valid)}"
+            yield f"unknown key {short(last)}; {hint}valid: {', '.join(valid)}"
         elif kind == "invalid_key":
             yield f"a key must be a text, got {short(last)}; quote it or remove it"
         elif kind == "union_tag_not_found":
@@ -139,7 +142,7 @@ def _is_misspelt(key: str, path: KeyPath, faults: Mapping[KeyPath, list[Any]]) -
         for other, items in faults.items()
         if other[:-1] == path and any(item["type"] == "extra_forbidden" for item in items)
     ]
-    return any(difflib.get_close_matches(name, [key], n=1) for name in beside)
+    return any(difflib.get_close_matches(name[:LONGEST_NAME], [key], n=1) for name in beside)
 
 
 def _text_of_value(items: list[Any]) -> str:
@@ -175,7 +178,7 @@ def _remedy(items: list[Any], value: Any) -> str:
     if kinds == {"string_type"} and isinstance(value, int | float | datetime.date):
         return "; quote it"
     if kinds == {"tuple_type"} and isinstance(value, str | int | float):
-        return f"; write [{value if isinstance(value, str) else short(value)}]"
+        return f"; write [{cut(value) if isinstance(value, str) else short(value)}]"
     if kinds == {"string_pattern_mismatch"} and "." in value and ":" not in value:
         if items[0]["ctx"]["pattern"] == get_args(ImportPath)[1].pattern:
             module, _, name = value.rpartition(".")
@@ -188,7 +191,8 @@ def _remedy(items: list[Any], value: Any) -> str:
 
 
 def _hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    # The time grows with the square of the length.
+    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}? " if close else ""
 
 

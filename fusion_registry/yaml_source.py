@@ -51,7 +51,8 @@ def format_path(path: KeyPath) -> str:
     """`("fusions", 0, "stage")` as `fusions[0].stage`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        key = part if isinstance(part, int) else cut(part)
+        text += f"[{key}]" if isinstance(part, int) else f".{key}" if text else str(key)
     return text
 
 
@@ -59,8 +60,13 @@ def short(value: Any) -> str:
     """A value for a message, as YAML writes it where that differs from Python, and cut short."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that is too long for a message, and nothing that moves a cursor."""
+    plain = text if text.isprintable() else repr(text)[1:-1]
+    return plain if len(plain) <= 80 else plain[:77] + "..."
 
 
 def read_yaml(text: str, origin: str) -> YamlSource:
@@ -103,14 +109,14 @@ def read_yaml(text: str, origin: str) -> YamlSource:
     return YamlSource(origin, data, lines)
 
 
-def _refused(origin: str, at: Any, text: str) -> FusionConfigError:
-    return FusionConfigError(ConfigProblem(text, origin, at.start_mark.line + 1))
+def _refused(origin: str, at: Any, text: str, path: KeyPath = ()) -> FusionConfigError:
+    return FusionConfigError(ConfigProblem(text, origin, at.start_mark.line + 1, format_path(path)))
 
 
 def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath, yaml.Node]]:
     yield path, node
     if isinstance(node, yaml.ScalarNode):
-        _refuse_unprintable(node, origin)
+        _refuse_unreadable(node, path, origin)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _walk(item, (*path, index), origin)
@@ -118,15 +124,17 @@ def _walk(node: yaml.Node, path: KeyPath, origin: str) -> Iterator[tuple[KeyPath
         seen: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _refused(origin, key, "a key must be a plain word")
+                raise _refused(origin, key, "a key must be a plain word", path)
             if key.tag == "tag:yaml.org,2002:merge":
-                raise _refused(origin, key, "the merge key << is not accepted; write it out")
-            _refuse_unprintable(key, origin)
+                raise _refused(origin, key, "the merge key << is not accepted; write it out", path)
+            _refuse_unreadable(key, path, origin)
             name = str(key.value)
             if name in seen:
-                where = format_path((*path, name))
                 raise _refused(
-                    origin, key, f"{where} stands twice, first on line {seen[name]}; keep one"
+                    origin,
+                    key,
+                    f"the key stands twice, first on line {seen[name]}; keep one",
+                    (*path, name),
                 )
             seen[name] = key.start_mark.line + 1
             yield from _walk(value, (*path, name), origin)
@@ -140,12 +148,21 @@ def _integer(text: str) -> str:
         return "no integer"
 
 
-def _refuse_unprintable(node: yaml.ScalarNode, origin: str) -> None:
+def _refuse_unreadable(node: yaml.ScalarNode, path: KeyPath, origin: str) -> None:
+    """Refuse what PyYAML cannot turn into a value, or Python not print.
+
+    Args:
+        node: a value or a key; path: of the value, or of the mapping that has the key.
+        origin: for messages.
+    """
     text = str(node.value)
     if node.tag == "tag:yaml.org,2002:int":
         if len(text) > LONGEST_INTEGER:
             raise _refused(
-                origin, node, f"an integer of {len(text)} characters; at most {LONGEST_INTEGER}"
+                origin,
+                node,
+                f"an integer of {len(text)} characters; at most {LONGEST_INTEGER}",
+                path,
             )
         if not _DECIMAL.fullmatch(text):
             raise _refused(
@@ -153,8 +170,18 @@ def _refuse_unprintable(node: yaml.ScalarNode, origin: str) -> None:
                 node,
                 f"an integer must be written in decimal digits, got {text}, which YAML reads as "
                 f"{_integer(text)}; write the digits, or quote it if it is a text",
+                path,
             )
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise _refused(
-            origin, node, f"{ascii(text)[:80]} holds half of a character; write it whole"
+            origin, node, f"{ascii(text)[:80]} holds half of a character; write it whole", path
         )
+    try:
+        yaml.constructor.SafeConstructor().construct_object(node)
+    except (ValueError, OverflowError) as error:  # such as 2001-99-99
+        raise _refused(
+            origin,
+            node,
+            f"{short(text)} is not readable as YAML: {error}; quote it if it is a text",
+            path,
+        ) from error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -171,7 +172,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
     latin.write_bytes("fusions: [] # é".encode("latin-1"))
     large = write("#" * (LARGEST_FILE + 1), "large.yaml")
     absent = tmp_path / "absent.yaml"
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
     for path, message in [
+        (pipe, "must be a file, since a run reads it more than once, got a pipe or a device"),
         (absent, "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),
         (latin, "cannot be read as UTF-8 text: 'utf-8' codec can't decode byte 0xe9"),

@@ -168,16 +168,16 @@ def test_a_key_that_is_no_text_is_refused(key: str) -> None:
     [
         (
             "fusions: []\nselect: []\nfusions: []",
-            "mine.yaml:3: fusions stands twice, first on line 1",
+            "mine.yaml:3: fusions: the key stands twice, first on line 1",
         ),
         (
             "fusions:\n- name: a\n  stage: lone\n  name: b",
-            "mine.yaml:4: fusions[0].name stands twice, first on line 2",
+            "mine.yaml:4: fusions[0].name: the key stands twice, first on line 2",
         ),
-        ("fusions:\n- {kind: a, 'kind': b}", "fusions[0].kind stands twice"),
+        ("fusions:\n- {kind: a, 'kind': b}", "fusions[0].kind: the key stands twice"),
         ("fusions: &all []\nselect: *all", "mine.yaml:1: anchors and aliases are not accepted"),
         ("select: *nothing", "anchors and aliases are not accepted"),
-        ("fusions:\n- <<: {name: a}", "mine.yaml:2: the merge key << is not accepted"),
+        ("fusions:\n- <<: {name: a}", "mine.yaml:2: fusions[0]: the merge key << is not accepted"),
         ("fusions:\n- <<: [{name: a}, {name: b}]", "the merge key << is not accepted"),
         ("fusions: !!python/object:os.system []", "tag:yaml.org,2002:python/object:os.system"),
         ("fusions: !include other.yaml", "mine.yaml:1: the tag !include is not accepted"),
@@ -189,8 +189,12 @@ def test_a_key_that_is_no_text_is_refused(key: str) -> None:
         ("a: 1\n---\nb: 2", "mine.yaml:2: not valid YAML"),
         ("fusions:\n\t- a", "mine.yaml:2: not valid YAML"),
         ("fusions: \x00", "not valid YAML"),
-        ("fusions: 2001-99-99", "not readable as YAML"),
-        ('fusions: "\\ud800"', "mine.yaml:1: '\\ud800' holds half of a character"),
+        (
+            "fusions:\n- name: a\n  source: 2001-99-99",
+            "mine.yaml:3: fusions[0].source: '2001-99-99' is not readable as YAML: month must be",
+        ),
+        ("select:\n- layers: 1_0", "mine.yaml:2: select[0].layers: an integer must be written in"),
+        ('fusions: "\\ud800"', "mine.yaml:1: fusions: '\\ud800' holds half of a character"),
         ('"\\udfff": 1', "'\\udfff' holds half of a character"),
         *(
             (f"fusions: {number}", f"in decimal digits, got {number}, which YAML reads as {value};")
@@ -205,6 +209,26 @@ def test_a_key_that_is_no_text_is_refused(key: str) -> None:
 )
 def test_yaml_that_is_refused(text: str, message: str) -> None:
     assert message in refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"fusions: {'x' * 50_000}",
+        f"select: [{{stage: lone, fusions: {'x' * 50_000}}}]",
+        f"? {'x' * 50_000}\n: 1",
+        f"fusions:\n- ? {'x' * 50_000}\n  : 1",
+        f"fusions: [{{preconditions: [{{kind: {'x' * 50_000}}}]}}]",
+        'fusions: "\\e[2J"',
+        'select: [{stage: lone, fusions: "a\\nb"}]',
+        '"\\e[2J": 1',
+    ],
+    ids=["list", "names", "key", "key_of_fusion", "kind", "escape", "line", "key_escape"],
+)
+def test_a_message_stays_short_and_printable(text: str) -> None:
+    for line in refusal(text).splitlines():
+        assert line.isprintable()
+        assert len(line) < 600
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ("{a: ", "}")], ids=["list", "map"])
