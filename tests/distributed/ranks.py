@@ -14,7 +14,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -77,14 +76,16 @@ def _launch(
         timeout += _START_ON_GPU
     else:
         context = _forkserver_on_cpu()
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    import torch
+
+    # This process keeps the store, as torchrun does: a port chosen here for rank 0 to open could be
+    # taken by another launch meanwhile.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(
                 target=_run_rank,
-                args=(start, function, args, rank, world_size, port, folder, timeout),
+                args=(start, function, args, rank, world_size, store.port, folder, timeout),
                 # Not daemons: megatron-core's checkpoint writer starts a process of its own.
                 daemon=False,
             )
@@ -155,6 +156,8 @@ def _run_rank(
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         CUDA_DEVICE_MAX_CONNECTIONS="1",  # as megatron-core wants it under tensor parallelism
     )
     with Path(folder, f"{rank}.txt").open("w") as said:

@@ -81,7 +81,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             )
         except subprocess.TimeoutExpired as expired:
             done = Pretraining(-1, {}, {}, (expired.stdout or b"").decode())
-        print(f"\n{name}: {time.monotonic() - started:.0f} s, status {done.status}", flush=True)
+        seconds = time.monotonic() - started
+        # At once, so that a run that is cut short has said what it saw.
+        print(f"\n{name}: {seconds:.0f} s, status {done.status}, losses {done.losses}", flush=True)
         return done
 
     found: Runs = {}
@@ -176,6 +178,7 @@ def test_a_layer_on_a_device_that_is_not_current() -> None:
         out, _ = layer(x, None)
         out.backward(torch.ones_like(out))
         assert torch.cuda.current_device() == 0
+        assert x.grad is not None
         assert out.device == x.grad.device == torch.device(device)
         return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
 
