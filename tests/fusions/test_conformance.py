@@ -21,6 +21,7 @@ from fusion_registry.registry import precondition_kinds
 from megatron.gdn.commands.check_fusions import main
 from megatron.gdn.conformance import Check, Result, Verdict, breaking, checks_of
 from megatron.gdn.conformance.breaking import BREAKERS
+from megatron.gdn.conformance.fitting import Fitter
 from megatron.gdn.conformance.output_layout import phrases
 from megatron.gdn.conformance.stage_inputs import BUILDERS
 from megatron.gdn.stages import STAGES
@@ -342,6 +343,23 @@ def test_a_predicate_that_reads_contents_is_caught(declare) -> None:
     (result,) = results(file, "reads metadata only").values()
     assert result.verdict is Verdict.FAILED
     assert "cannot be judged on meta tensors" in result.detail
+
+
+def test_a_predicate_that_always_crashes_is_told_soon(declare, monkeypatch) -> None:
+    judged = []
+    refusing = Fitter.refusing
+
+    def counted(self: Fitter, setting: Any) -> Any:
+        judged.append(setting)
+        return refusing(self, setting)
+
+    monkeypatch.setattr(Fitter, "refusing", counted)
+    rule = {"kind": "predicate", "callable": f"{TOYS}:no_list", "reads": ["x"], "says": "a list"}
+    found = results(declare(STAGES[-1].reference, "gated_output_norm", [rule]))
+    text = found["reads metadata only"].detail
+    assert "must return a list of reasons, got 'no'" in text
+    # A search that tries pairs judges 3,000 calls more, and every one of thirty checks searches.
+    assert len(judged) < 10_000
 
 
 def test_rules_that_contradict_each_other_leave_nothing_to_check(declare) -> None:

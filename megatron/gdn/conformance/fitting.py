@@ -76,8 +76,12 @@ class JudgedRule:
         try:
             verdict: str | None = self.judge(inputs, layer)
         except (Exception, SystemExit) as error:  # a predicate may raise anything
-            return f"{type(error).__name__}: {error}"
+            return _crash(error)
         return verdict
+
+
+def _crash(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def judged_rules(rules: Iterable[Precondition], contract: StageContract) -> tuple[JudgedRule, ...]:
@@ -105,6 +109,8 @@ class Fitter:
 
     def __init__(self, contract: StageContract, rules: tuple[Precondition, ...]) -> None:
         self.contract = contract
+        self.searches_pairs = True
+        self._always_crash: set[str] = set()
         self.rules = judged_rules(
             (rule for rule in rules if not isinstance(rule, MACHINE_RULES)), contract
         )
@@ -136,10 +142,17 @@ class Fitter:
         for item in self.rules:
             try:
                 found = item.judge(inputs, layer)
-            except (Exception, SystemExit):
+            except (Exception, SystemExit) as error:
                 # A predicate that wrongly reads contents, which another check will tell, or one
-                # that crashes on such a call.
-                found = item.found(make_inputs(self.contract, setting, "cpu"), layer)
+                # that crashes on such a call. Real tensors are slow to make, and of no use to one
+                # that crashed on them as well.
+                found = _crash(error)
+                if item.rule.code not in self._always_crash:
+                    try:
+                        found = item.judge(make_inputs(self.contract, setting, "cpu"), layer)
+                    except (Exception, SystemExit) as again:
+                        found = _crash(again)
+                        self._always_crash.add(item.rule.code)
             if found is not None:
                 refusals.append((item.rule, found))
         return refusals
@@ -158,9 +171,9 @@ class Fitter:
         setting, refusals = wanted, self.refusing(wanted)
         while refusals:
             moves = list(self._moves([rule for rule, _ in refusals], setting, kept))
-            better = self._best(moves, setting, len(refusals), 1) or self._best(
-                moves, setting, len(refusals), 2
-            )
+            better = self._best(moves, setting, len(refusals), 1)
+            if better is None and self.searches_pairs and not self._always_crash:
+                better = self._best(moves, setting, len(refusals), 2)
             if better is None:
                 raise NoCase(
                     "no case that the declaration accepts was found; still refused: "

@@ -336,6 +336,8 @@ class ExaminedFusion:
                 return self.fitter.fit(Setting(dtype=word), [self.main_input])
             except NoCase as error:
                 problem = str(error)
+                # A usual case that cannot be had is sought by many checks, in many variants.
+                self.fitter.searches_pairs = False
         raise Unchecked(problem)
 
     @functools.cached_property
