@@ -39,14 +39,28 @@ from megatron.gdn.selection import bind_layer
 _CHECKPOINT = "_gdn_norm_out_checkpoint"
 
 
-def _refuse_second_order(_: Tensor) -> None:
-    """Hook on an output whose norm is recomputed: megatron-core's checkpoint cuts the graph there,
-    so that a gradient of the gradient would silently lack that part."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "recomputation of gdn_norm_out requires first-order autograd, got create_graph=True; "
-            "take gdn_norm_out from recompute_modules"
-        )
+class _OneBackward:
+    """Hook on an output whose norm is recomputed, before megatron-core's own.
+
+    megatron-core's checkpoint cuts the graph there, so that a gradient of the gradient would
+    silently lack that part; and it lets go of its inputs after one backward.
+    """
+
+    def __init__(self) -> None:
+        self.ran = False
+
+    def __call__(self, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "recomputation of gdn_norm_out requires first-order autograd, got "
+                "create_graph=True; take gdn_norm_out from recompute_modules"
+            )
+        if self.ran:
+            raise RuntimeError(
+                "recomputation of gdn_norm_out requires one backward for each forward, got another "
+                "(retain_graph=True); take gdn_norm_out from recompute_modules"
+            )
+        self.ran = True
 
 
 _NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
@@ -260,9 +274,11 @@ class GatedDeltaNet(CoreGatedDeltaNet):
         nvtx_range_push("out_proj")
         out, bias = self.out_proj(norm_out)
         nvtx_range_pop("out_proj")
-        if made_here and (checkpoint := getattr(norm_out, _CHECKPOINT)) is not None:
+        checkpoint = getattr(norm_out, _CHECKPOINT, None)
+        # Without a graph (this half under no_grad) nothing would trigger the recomputation.
+        if checkpoint is not None and out.requires_grad:
             delattr(norm_out, _CHECKPOINT)
-            out.register_hook(_refuse_second_order)
+            out.register_hook(_OneBackward())
             checkpoint.discard_output_and_register_recompute(out)
         return out, bias
 
@@ -316,6 +332,15 @@ class GatedDeltaNet(CoreGatedDeltaNet):
             )
         if lengths[0].shape[0] < 2:
             raise ValueError(f"packed sequences require at least one document, got {lengths[0]}")
+        # megatron-core asks for half of this, and then computes token positions below zero.
+        chunks = 2 * self.cp_size
+        if self.cp_size > 1 and (lengths[0].diff() % chunks != 0).any():
+            raise ValueError(
+                "packed sequences under context parallelism require document lengths that are "
+                f"multiples of 2 * context_parallel_size = {chunks}, got "
+                f"{lengths[0].diff().tolist()}; pad the documents and pass cu_seqlens_q_padded and "
+                "cu_seqlens_kv_padded"
+            )
         return lengths[0]
 
     def _gather_sequence(

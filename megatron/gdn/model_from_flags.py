@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 from argparse import Namespace
 from typing import Any
 
@@ -64,6 +65,20 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
                 f"megatron.gdn.pretrain builds models without {flag}, got {value!r}; its "
                 "configuration class would lose the fusion flags. Drop the flag"
             )
+    if args.mtp_num_layers and not pattern and args.experimental_attention_variant is not None:
+        raise ValueError(
+            "--mtp-num-layers requires a GPT model without an attention variant, since "
+            "megatron-core 0.19 specifies no other multi-token prediction, got "
+            f"{args.mtp_num_layers} with {args.experimental_attention_variant!r}; drop the flag"
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        # megatron-core calls it where the batch is cut, and then fails with an AttributeError.
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError(
+                "--dataloader-inter-document-masking with --context-parallel-size "
+                f"{args.context_parallel_size} requires Transformer Engine, which cuts documents "
+                "over ranks, and it is not installed; install it or drop one of the flags"
+            )
     ours = copy.copy(args)
     ours.gdn_fusions = tuple(args.gdn_fusions)
     config: TransformerConfig = core_transformer_config_from_args(ours, TransformerConfig)
@@ -84,8 +99,8 @@ def spec_from_args(args: Namespace) -> Any:
     """The user's own spec, with our layer wherever it names megatron-core's; None without one.
 
     Raises:
-        ValueError: `--spec` is not a module and a name in it, or a hybrid model's is no
-            `ModuleSpec`.
+        ValueError: `--spec` is not a module and the name of a spec in it, or a hybrid model's is
+            no `ModuleSpec`.
     """
     if args.spec is None:
         return None
@@ -107,7 +122,14 @@ def spec_from_args(args: Namespace) -> Any:
                 "--spec of a hybrid model requires a ModuleSpec, got "
                 f"{module}.{name} of type {type(spec).__name__}; name the spec of a HybridStack"
             )
-    elif callable(spec) and not isinstance(spec, ModuleSpec):
+    elif not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        if isinstance(spec, type) or not callable(spec):
+            raise ValueError(
+                "--spec requires a ModuleSpec, TransformerBlockSubmodules or a function of the "
+                f"model's configuration, got {module}.{name}, "
+                f"{'a class' if isinstance(spec, type) else f'a {type(spec).__name__}'}; name one "
+                "of these"
+            )
         # Wrapped, so that megatron-core still sees which arguments it takes.
         return functools.wraps(spec)(lambda *args, **kwargs: use_our_layer(spec(*args, **kwargs)))
     return use_our_layer(spec)

@@ -223,6 +223,14 @@ def test_recomputation_refuses_second_order(fused: bool) -> None:
         out.float().square().sum().backward(create_graph=True)
 
 
+def test_recomputation_refuses_a_second_backward() -> None:
+    config = make_config(**FUSED, **RECOMPUTE)
+    loss = make_layer(config)(make_input(config), None)[0].float().square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"one backward for each forward, got another \(retain"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("trained", ["out_proj.weight", "out_norm.weight"])
 def test_recomputation_with_frozen_parameters(trained: str) -> None:
     plain, recomputing = (
@@ -265,6 +273,20 @@ def test_evaluation_with_recomputation_configured() -> None:
         assert torch.equal(plain(x, None)[0], recomputing(x, None)[0])
     (count,) = fusion_report(recomputing).stage("gated_output_norm")
     assert count.fused == {"gated_output_norm": 1}
+
+
+def test_only_the_second_half_without_gradients() -> None:
+    """Nothing is discarded, and the second half may still run for training."""
+    config = make_config(**FUSED, **RECOMPUTE)
+    layer, x = make_layer(config), make_input(config)
+    norm_out = layer.forward_pre_attn_and_core_attn(x, None)
+    with torch.no_grad():
+        without, _ = layer.forward_post_core_attn(norm_out)
+    out, _ = layer.forward_post_core_attn(norm_out)
+    assert torch.equal(out, without)
+    assert norm_out.untyped_storage().nbytes() == 0
+    out.float().sum().backward()
+    assert torch.isfinite(x.grad).all()
 
 
 def test_refusal_by_the_recomputed_call() -> None:
@@ -351,6 +373,16 @@ def test_bad_packing_is_refused(batch: int, lengths: tuple[int, ...], message: s
     layer, x = make_layer(config), make_input(config, length=12, batch=batch)
     with pytest.raises(ValueError, match=message):
         layer(x, None, packed_seq_params=packed(*lengths))
+
+
+def test_documents_that_context_parallel_ranks_cannot_share() -> None:
+    """megatron-core lets multiples of CP pass, and reads tokens that do not exist."""
+    config = make_config()
+    layer, x = make_layer(config), make_input(config, length=6, batch=1)
+    layer.cp_size = 2
+    message = r"multiples of 2 \* context_parallel_size = 4, got \[4, 6, 2\]; pad the documents"
+    with pytest.raises(ValueError, match=message):
+        layer(x, None, packed_seq_params=packed(4, 6, 2))
 
 
 def test_initialisation_on_a_cpu_covers_the_declared_range() -> None:

@@ -20,7 +20,7 @@ from megatron.training.models.base import compose_hooks
 from torch import nn
 
 from megatron.gdn import GatedDeltaNet, pretrain
-from megatron.gdn.megatron_core_0_19 import parameters_on_cpu_without_cuda
+from megatron.gdn.megatron_core_0_19 import flags_checked_for, parameters_on_cpu_without_cuda
 from megatron.gdn.variant import gdn_layer_numbers
 from tests.gdn.layer_support import start_one_rank
 from tests.gpu.pretrain_support import ROOT, write_byte_dataset
@@ -116,7 +116,9 @@ def model_config(flags: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The model's configuration of a command line, in this process."""
     monkeypatch.setattr(sys, "argv", ["pretrain", *MODEL.split(), *flags.split(), "--mock-data"])
     args = parse_args(pretrain.add_args)
-    validate_args(args)
+    args.world_size = args.context_parallel_size
+    with flags_checked_for(None):
+        validate_args(args)
     return pretrain.model_config_from_args(args)
 
 
@@ -182,6 +184,13 @@ def test_a_spec_that_cannot_honour_a_request(
         (f"{GDN} --spec local", "--spec requires a module and the name of a spec in it, got"),
         (f"{GDN} --spec no.such spec", "--spec no.such spec cannot be imported"),
         (f"{GDN} --spec tests.gdn.own_specs NONE", "NONE cannot be imported: AttributeError"),
+        (f"{GDN} --spec megatron.gdn GatedDeltaNet", "got megatron.gdn.GatedDeltaNet, a class;"),
+        (f"{GDN} --spec megatron.gdn.variant VARIANT", "got megatron.gdn.variant.VARIANT, a str;"),
+        (f"{GDN} --mtp-num-layers 1", "no other multi-token prediction, got 1 with 'gated_delta_"),
+        (
+            f"{GDN} --dataloader-inter-document-masking --context-parallel-size 2",
+            "with --context-parallel-size 2 requires Transformer Engine, which cuts documents",
+        ),
         ("--hybrid-layer-pattern M-G", "(M) require the package mamba-ssm, which is not installed"),
         ("--hybrid-layer-pattern G+", "without latent attention, got the layers +"),
         ("--hybrid-layer-pattern GE", "(E) require --num-experts"),
@@ -205,6 +214,10 @@ def test_a_spec_that_cannot_honour_a_request(
         "spec_of_one_word",
         "spec_of_no_module",
         "spec_of_no_name",
+        "spec_that_is_a_class",
+        "spec_that_is_text",
+        "multi_token_prediction",
+        "packed_over_context_parallel_ranks",
         "hybrid_mamba",
         "hybrid_latent_attention",
         "hybrid_experts",
