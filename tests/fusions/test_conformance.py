@@ -356,8 +356,9 @@ def test_a_predicate_that_always_crashes_is_told_soon(declare, monkeypatch) -> N
     monkeypatch.setattr(Fitter, "refusing", counted)
     rule = {"kind": "predicate", "callable": f"{TOYS}:no_list", "reads": ["x"], "says": "a list"}
     found = results(declare(STAGES[-1].reference, "gated_output_norm", [rule]))
-    text = found["reads metadata only"].detail
-    assert "must return a list of reasons, got 'no'" in text
+    result = found["reads metadata only"]
+    assert result.verdict is Verdict.FAILED
+    assert "must return a list of reasons, got 'no'" in result.detail
     # A search that tries pairs judges 3,000 calls more, and every one of thirty checks searches.
     assert len(judged) < 10_000
 

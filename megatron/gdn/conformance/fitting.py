@@ -110,7 +110,8 @@ class Fitter:
     def __init__(self, contract: StageContract, rules: tuple[Precondition, ...]) -> None:
         self.contract = contract
         self.searches_pairs = True
-        self._always_crash: set[str] = set()
+        self.crashing: set[str] = set()
+        """Codes of rules that crash on meta tensors and on real ones."""
         self.rules = judged_rules(
             (rule for rule in rules if not isinstance(rule, MACHINE_RULES)), contract
         )
@@ -147,12 +148,12 @@ class Fitter:
                 # that crashes on such a call. Real tensors are slow to make, and of no use to one
                 # that crashed on them as well.
                 found = _crash(error)
-                if item.rule.code not in self._always_crash:
+                if item.rule.code not in self.crashing:
                     try:
                         found = item.judge(make_inputs(self.contract, setting, "cpu"), layer)
                     except (Exception, SystemExit) as again:
                         found = _crash(again)
-                        self._always_crash.add(item.rule.code)
+                        self.crashing.add(item.rule.code)
             if found is not None:
                 refusals.append((item.rule, found))
         return refusals
@@ -172,7 +173,7 @@ class Fitter:
         while refusals:
             moves = list(self._moves([rule for rule, _ in refusals], setting, kept))
             better = self._best(moves, setting, len(refusals), 1)
-            if better is None and self.searches_pairs and not self._always_crash:
+            if better is None and self.searches_pairs and not self.crashing:
                 better = self._best(moves, setting, len(refusals), 2)
             if better is None:
                 raise NoCase(

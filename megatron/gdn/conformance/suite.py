@@ -232,7 +232,12 @@ class ExaminedFusion:
 
     def check_metadata_only(self) -> Result:
         """The rules are judged on meta tensors, which have no contents to read."""
-        call = self.accepted_call
+        try:
+            call = self.accepted_call
+        except Unchecked as error:
+            if self.fitter.crashing:
+                return Result.of_problems([str(error)])
+            raise
         inputs = {
             name: value.to("meta") if isinstance(value, torch.Tensor) else value
             for name, value in call.inputs.items()
