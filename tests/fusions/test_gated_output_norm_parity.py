@@ -7,6 +7,7 @@ Runs on CUDA when there is one and under Triton's interpreter otherwise.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -336,6 +337,21 @@ def test_rounds_at_the_materialisation_boundary(dtype: torch.dtype, name: str) -
     assert differing[False] > 0.1
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_without_epsilon(length: int) -> None:
+    """The rows that fill up the last tile of a sequence add nothing to the weight's gradient."""
+    x, gate, weight, dout = make(Case(length=length, heads=1))
+    out = fused_gated_output_norm(x, gate, weight, 0, False)
+    gradients = torch.autograd.grad(out, (x, gate, weight), dout)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, gate, weight)]
+    wanted = torch.autograd.grad(
+        reference.gated_output_norm(*exact, 0, False), exact, dout.double()
+    )
+    # Wide enough for the roundings to FP16; a lost or doubled row is off by far more.
+    for got, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)
+
+
 def test_zero_rows_and_zero_gates() -> None:
     case = Case(heads=2)
     x, gate, weight, dout = make(case)
@@ -520,6 +536,22 @@ def test_second_order_autograd_raises(dout_requires_grad: bool) -> None:
     (dx,) = torch.autograd.grad(out, x, dout, create_graph=True)
     with pytest.raises(RuntimeError, match="first-order autograd"):
         dx.float().square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"eps": 10**400}, "eps to be a finite number of at least 0, got 1000"),
+        ({"zero_centered_gamma": []}, "zero_centered_gamma to be a bool, got []"),
+        ({"zero_centered_gamma": 1}, "zero_centered_gamma to be a bool, got 1"),
+        ({"zero_centered_gamma": torch.tensor(True)}, "zero_centered_gamma to be a bool, got ten"),
+    ],
+    ids=["eps_beyond_floats", "list", "int", "tensor"],
+)
+def test_numbers_that_no_kernel_takes(changes: dict[str, Any], rule: str) -> None:
+    x, gate, weight, _ = make(Case())
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        fused_gated_output_norm(**{"x": x, "gate": gate, "weight": weight, "eps": EPS} | changes)
 
 
 def test_without_gradients_nothing_is_kept() -> None:

@@ -34,6 +34,7 @@ from the formulas above.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -54,6 +55,7 @@ MAX_ALIGNMENT = 16
 MULTIPROCESSORS_WITHOUT_CUDA = 1
 """Stands in for the size of the device under Triton's interpreter, which runs on CPU tensors."""
 NEGATIVE_LOG2_E = tl.constexpr(-1.4426950408889634)
+_LARGEST_EPS = sys.float_info.max
 PARTIAL_ROWS = 128
 PARTIAL_COLUMNS = 8
 """Tile of the second stage of `dw`: 8 float32 are one 32-byte sector."""
@@ -279,7 +281,8 @@ def _backward_kernel(
         i_batch, i_token, i_head = _tile_origin(i_tile, n_sequence, TOKENS, HEADS, HEAD_TILES)
         m_row = i_token + i_row_token < n_sequence
         o_tile = _tile_offset(i_batch, i_token, i_head, s_x_b, s_x_s, s_x_h, ALIGN_X)
-        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=0.0)
+        # Not zero: with eps = 0 the root of no row is infinite, and NaN in the sum over rows.
+        b_x = tl.load(p_x + o_tile + o_x, mask=m_row, other=1.0)
         o_tile = _tile_offset(i_batch, i_token, i_head, s_gate_b, s_gate_s, s_gate_h, ALIGN_GATE)
         b_gate = tl.load(p_gate + o_tile + o_gate, mask=m_row, other=0.0)
         o_tile = _tile_offset(i_batch, i_token, i_head, s_dout_b, s_dout_s, s_dout_h, ALIGN_DOUT)
@@ -563,9 +566,14 @@ class _GatedOutputNormGradient(torch.autograd.Function):
 
 def eps_problems(eps: object) -> list[str]:
     """Predicate of the declaration: a norm module may keep None, or keep it under another name."""
-    if isinstance(eps, int | float) and not isinstance(eps, bool) and 0 <= eps < float("inf"):
+    if isinstance(eps, int | float) and not isinstance(eps, bool) and 0 <= eps <= _LARGEST_EPS:
         return []
     return [repr(eps)]
+
+
+def zero_centered_gamma_problems(zero_centered_gamma: object) -> list[str]:
+    """Predicate of the declaration: the kernels are compiled for the value, and kept by it."""
+    return [] if type(zero_centered_gamma) is bool else [repr(zero_centered_gamma)]
 
 
 @checked_by_declaration("gated_output_norm")
