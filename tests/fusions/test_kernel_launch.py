@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -42,14 +43,14 @@ class _Compiled:
 
 
 class _Kernel:
-    def __init__(self, interpreted: bool = False) -> None:
+    def __init__(self, returns: Callable[[_Compiled], object] = lambda compiled: compiled) -> None:
         self.compiled: list[_Compiled] = []
-        self.interpreted = interpreted
+        self.returns = returns
 
     def __getitem__(self, grid: tuple[int, ...]):
-        def launch(*args: object, num_warps: int) -> _Compiled | None:
+        def launch(*args: object, num_warps: int) -> object:
             self.compiled.append(_Compiled())
-            return None if self.interpreted else self.compiled[-1]
+            return self.returns(self.compiled[-1])
 
         return launch
 
@@ -72,11 +73,42 @@ def test_a_variant_is_looked_up_once() -> None:
 def test_nothing_is_remembered_of_the_interpreter() -> None:
     import torch
 
-    kernel = _Kernel(interpreted=True)
+    kernel = _Kernel(returns=lambda compiled: None)
     launch = KernelLauncher(kernel)
     for _ in range(3):
         launch(1, torch.empty(1), (), 4, "one")
     assert len(kernel.compiled) == 3
+
+
+class _Promise:
+    """As Triton's: it forwards attributes to the compiled kernel, but takes no grid."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self.compiled = compiled
+
+    def __getattr__(self, name: str):
+        return getattr(self.compiled, name)
+
+
+def test_a_promise_of_a_kernel_is_not_remembered() -> None:
+    import torch
+
+    kernel = _Kernel(returns=_Promise)
+    launch = KernelLauncher(kernel)
+    for _ in range(2):
+        launch(1, torch.empty(1), (), 4, "one")
+    assert len(kernel.compiled) == 2
+
+
+def test_nothing_is_remembered_for_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    kernel = _Kernel()
+    launch = KernelLauncher(kernel)
+    for _ in range(2):
+        launch(1, torch.empty(1), (), 4, "one")
+    assert len(kernel.compiled) == 2
 
 
 @pytest.mark.parametrize("fusion", ["gated_output_norm", "pre_gated_delta_rule"])

@@ -38,6 +38,15 @@ def fits_int32(count: int) -> bool:
     return count <= _INT32_MAX
 
 
+def _can_be_remembered(compiled: Any) -> bool:
+    """Whether what a launch returned can be launched again by its variant.
+
+    The interpreter returns None, and `triton.AsyncCompileMode` a promise, which takes no grid. For
+    AMD Triton also looks at whether a tensor is smaller than 2 GiB, which no variant says.
+    """
+    return hasattr(type(compiled), "__getitem__") and torch.version.hip is None
+
+
 class KernelLauncher:
     """Launches one jit kernel over a one-dimensional grid.
 
@@ -84,5 +93,5 @@ class KernelLauncher:
             compiled[(programs, 1, 1)](*args)
             return
         compiled = self.kernel[(programs,)](*args, num_warps=num_warps)
-        if variant is not None and compiled is not None:
+        if variant is not None and _can_be_remembered(compiled):
             self._compiled[key] = compiled
