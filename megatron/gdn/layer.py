@@ -68,7 +68,7 @@ _NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
 
 def _stores_weight_minus_one(norm: Any) -> bool:
     """Transformer Engine's RMSNorm says so in an attribute; other norms have none."""
-    if "zero_centered_gamma" in vars(norm) or hasattr(type(norm), "zero_centered_gamma"):
+    if "zero_centered_gamma" in getattr(norm, "__dict__", ()) or hasattr(type(norm), "zero_centered_gamma"):
         return bool(norm.zero_centered_gamma)
     return False
 
@@ -393,12 +393,12 @@ class GatedDeltaNet(CoreGatedDeltaNet):
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """The output norm's place in megatron-core's `_gated_norm_and_a2a`, as a stage."""
         # Host time counts here: nn.Module looks up a child, and misses an attribute, in Python.
-        norm = self._modules["out_norm"]
-        if self.tp_size > 1:
+        norm = self._modules.get("out_norm")
+        if self.tp_size > 1 and norm is not None:
             sum_norm_gradient(norm.parameters(), self.config, self.tp_group)
         stage = "gated_output_norm"
         # The unfused code calls the norm, and so its hooks.
-        if has_forward_pre_hooks(norm) and self._is_fused(stage):
+        if norm is not None and has_forward_pre_hooks(norm) and self._is_fused(stage):
             x = run_forward_pre_hooks(norm, x.reshape(-1, x.shape[-1])).reshape(x.shape)
         out: Tensor = self.run_stage(
             stage,

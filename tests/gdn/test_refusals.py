@@ -103,6 +103,10 @@ def _replace_norm(module: nn.Module) -> Change:
     return change
 
 
+def _remove_norm(layer: Any) -> None:
+    del layer.out_norm
+
+
 def _set(path: str, value: Any) -> Change:
     def change(layer: Any) -> None:
         *parents, name = path.split(".")
@@ -128,6 +132,8 @@ NORM = "the output normalization module to be RMSNorm"
     [
         (_replace_norm(nn.LayerNorm(16)), NORM, "LayerNorm"),
         (_replace_norm(nn.Identity()), NORM, "Identity"),
+        (_set("out_norm", None), NORM, "NoneType"),
+        (_remove_norm, NORM, "nothing of that name"),
         (_set("act_fn", F.gelu), "activation to be silu or swish", "'gelu'"),
         (_set("config.deterministic_mode", True), "deterministic_mode=False", "True"),
         (
@@ -165,6 +171,8 @@ NORM = "the output normalization module to be RMSNorm"
     ids=[
         "layer_norm",
         "identity",
+        "none",
+        "deleted",
         "gelu",
         "deterministic",
         "variant",
