@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron.gdn import reference
 from megatron.gdn.fusions import pre_gated_delta_rule as fusion
+from megatron.gdn.fusions.kernel_launch import KernelLauncher
 from megatron.gdn.fusions.pre_gated_delta_rule import HeadSizes, fused_pre_gated_delta_rule
 from tests.fusions.interpreter_support import round_bfloat16_to_nearest_even
 
@@ -764,13 +765,14 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "_do_compile", note)
     for name in (
-        "_pre_gated_delta_rule_forward_kernel",
-        "_pre_gated_delta_rule_backward_kernel",
-        "_document_lookback_kernel",
-        "_sum_parts_kernel",
+        "_launch_forward_kernel",
+        "_launch_backward_kernel",
+        "_launch_document_lookback_kernel",
+        "_launch_sum_parts_kernel",
     ):
-        interpreted = getattr(fusion, name)
-        monkeypatch.setattr(fusion, name, JITFunction(interpreted.fn, **interpreted.kwargs))
+        interpreted = getattr(fusion, name).kernel
+        compiled = JITFunction(interpreted.fn, **interpreted.kwargs)
+        monkeypatch.setattr(fusion, name, KernelLauncher(compiled))
     return seen
 
 
