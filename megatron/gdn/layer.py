@@ -68,7 +68,8 @@ _NVTX = ProfilerRange(nvtx_range_push, nvtx_range_pop)
 
 def _stores_weight_minus_one(norm: Any) -> bool:
     """Transformer Engine's RMSNorm says so in an attribute; other norms have none."""
-    if "zero_centered_gamma" in getattr(norm, "__dict__", ()) or hasattr(type(norm), "zero_centered_gamma"):
+    own = getattr(norm, "__dict__", ())  # a norm that was taken away has none
+    if "zero_centered_gamma" in own or hasattr(type(norm), "zero_centered_gamma"):
         return bool(norm.zero_centered_gamma)
     return False
 
