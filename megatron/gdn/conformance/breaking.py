@@ -266,6 +266,7 @@ def _changes(name: str, call: Call, contract: StageContract) -> Iterator[Callabl
     value, item = call.inputs[name], contract.input(name)
     if isinstance(value, bool):
         yield replaced(not value)
+        yield replaced(int(value))
     elif isinstance(value, int | float):
         yield from (replaced(type(value)(size)) for size in _sizes_around(value))
         yield replaced(-value)
