@@ -36,7 +36,7 @@ class RankError(AssertionError):
 
 
 def start_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 220.0
 ) -> list[Any]:
     """Run `function(*args)` on every rank of a world, torch.distributed started.
 
@@ -57,7 +57,7 @@ def start_ranks(
 
 
 def start_bare_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 220.0
 ) -> list[Any]:
     """As `start_ranks`, with only the environment that torchrun sets: nothing is started."""
     return _launch(_bare, function, world_size, args, timeout)
