@@ -71,5 +71,5 @@ class TransformerConfig(CoreTransformerConfig):
                 raise FusionConfigError(
                     f"gdn_fusion_config must name a YAML file, got {file!r}; leave it out for none"
                 )
-            # Every layer reads it again, perhaps from another working directory.
+            # Read again after a change of the fields, perhaps from another working directory.
             self.gdn_fusion_config = str(Path(file).absolute())

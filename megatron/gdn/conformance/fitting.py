@@ -71,17 +71,12 @@ class JudgedRule:
     rule: Precondition
     judge: Any
 
-    def found(self, inputs: Any, layer: Any) -> str | None:
-        """What refuses, None when the rule holds; an exception of a predicate refuses too."""
+    def judged(self, inputs: Any, layer: Any) -> tuple[str | None, bool]:
+        """What refuses, None when the rule holds; and whether that is a crash of a predicate."""
         try:
-            verdict: str | None = self.judge(inputs, layer)
+            return self.judge(inputs, layer), False
         except (Exception, SystemExit) as error:  # a predicate may raise anything
-            return _crash(error)
-        return verdict
-
-
-def _crash(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", True
 
 
 def judged_rules(rules: Iterable[Precondition], contract: StageContract) -> tuple[JudgedRule, ...]:
@@ -141,19 +136,15 @@ class Fitter:
         inputs, layer = make_inputs(self.contract, setting, "meta"), layer_for(setting)
         refusals = []
         for item in self.rules:
-            try:
-                found = item.judge(inputs, layer)
-            except (Exception, SystemExit) as error:
-                # A predicate that wrongly reads contents, which another check will tell, or one
-                # that crashes on such a call. Real tensors are slow to make, and of no use to one
-                # that crashed on them as well.
-                found = _crash(error)
-                if item.rule.code not in self.crashing:
-                    try:
-                        found = item.judge(make_inputs(self.contract, setting, "cpu"), layer)
-                    except (Exception, SystemExit) as again:
-                        found = _crash(again)
-                        self.crashing.add(item.rule.code)
+            found, crashed = item.judged(inputs, layer)
+            # A predicate that wrongly reads contents, which another check will tell, or one that
+            # crashes on such a call. Real tensors are slow to make, and of no use to one that
+            # crashed on them as well.
+            if crashed and item.rule.code not in self.crashing:
+                real = make_inputs(self.contract, setting, "cpu")
+                found, crashed = item.judged(real, layer)
+                if crashed:
+                    self.crashing.add(item.rule.code)
             if found is not None:
                 refusals.append((item.rule, found))
         return refusals

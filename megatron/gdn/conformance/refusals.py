@@ -67,7 +67,7 @@ class Refuser:
                 others = [
                     item.rule.describe()
                     for place, item in enumerate(judged)
-                    if place != index and item.found(call.inputs, call.layer) is not None
+                    if place != index and item.judged(call.inputs, call.layer)[0] is not None
                 ]
             if best[0] is None or len(others) < len(best[1]):
                 best = (call, others)
@@ -116,11 +116,8 @@ class Refuser:
 
 
 def _verdict(item: JudgedRule, call: Call) -> str | None:
-    try:
-        found: str | None = item.judge(call.inputs, call.layer)
-    except (Exception, SystemExit):  # a predicate may raise anything
-        return None
-    return found
+    found, crashed = item.judged(call.inputs, call.layer)
+    return None if crashed else found
 
 
 def _refusal_problems(rule: Precondition, what: str, act: Any) -> list[str]:
