@@ -39,6 +39,11 @@ The learning rate is warmed up. Without (1e-3 from the first step) Adam turns th
 first gradients into steps of full size, and runs that differ in rounding alone differ by percents.
 """
 
+HYBRID_LAYERS = FOUR_LAYERS.replace("--num-layers 4", "--hybrid-layer-pattern G-G-*-").replace(
+    "--experimental-attention-variant gdn --linear-attention-freq 4", ""
+)
+"""Two GDN layers and one of softmax attention, each followed by an MLP, as a hybrid model."""
+
 
 def write_byte_dataset(folder: Path, files: int = 60) -> Path:
     """Write Python's own source files as an indexed data set of bytes.
@@ -69,12 +74,13 @@ class Pretraining:
     output: str
 
 
-def fused_layers(done: Pretraining, stage: str) -> str:
-    """`fused/all` layers of a stage, from the fusion report, which must have been logged once."""
-    assert done.output.count("fusion report\n") == 1
-    report = done.output.split("fusion report\n")[1]
-    rows = (line.split() for line in report.splitlines())
-    return next(row[1] for row in rows if row[:1] == [stage])
+def fused_layers(done: Pretraining, stage: str) -> list[str]:
+    """`fused/all` layers of a stage, from the fusion report that each pipeline rank logs once."""
+    found = []
+    for report in done.output.split("fusion report\n")[1:]:
+        rows = (line.split() for line in report.splitlines())
+        found.append(next(row[1] for row in rows if row[:1] == [stage]))
+    return found
 
 
 def run_pretraining(

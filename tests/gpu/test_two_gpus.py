@@ -18,6 +18,8 @@ from torch import Tensor
 from tests.distributed.layer_on_ranks import REFERENCE_KERNELS
 from tests.gdn.layer_support import make_config, make_input, make_layer
 from tests.gpu.pretrain_support import (
+    FOUR_LAYERS,
+    HYBRID_LAYERS,
     Pretraining,
     fused_layers,
     run_pretraining,
@@ -34,7 +36,8 @@ FUSED = ("--gdn-pre-gated-delta-rule-fusion", "--gdn-gated-output-norm-fusion")
 RECOMPUTED = (*FUSED, "--recompute-granularity", "selective", "--recompute-modules", "gdn_norm_out")
 TP2 = ("--tensor-model-parallel-size", "2")
 # megatron-core's softmax attention refuses context parallelism without Transformer Engine.
-CP2 = ("--context-parallel-size", "2", "--linear-attention-freq", "[1,1,1,1]")
+GDN_ALONE = ("--linear-attention-freq", "[1,1,1,1]")
+CP2 = ("--context-parallel-size", "2", *GDN_ALONE)
 SAVE = ("--save-interval", str(SAVED_AT), "--ckpt-format", "torch_dist")
 LOAD = ("--ckpt-step", str(SAVED_AT), "--ckpt-format", "torch_dist")
 
@@ -50,15 +53,37 @@ RUNS = {
     "tp1_loaded": (*LOAD, "--load", "{folder}/tp2"),
     "tp2_loaded": (*TP2, *FUSED, *LOAD, "--load", "{folder}/tp1"),
 }
+OTHER_LAYOUTS = {
+    "pp2": ("--pipeline-model-parallel-size", "2"),
+    "dp2": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "packed_tp2": ("--dataloader-inter-document-masking", *GDN_ALONE, *TP2),
+    "hybrid_tp2": TP2,
+}
+"""Their steps are not timed."""
+for _layout, _flags in OTHER_LAYOUTS.items():
+    RUNS[f"{_layout}_unfused"] = _flags
+    RUNS[f"{_layout}_fused"] = (*_flags, *FUSED)
 PHASES = [
     # Side by side on the same two GPUs: most of a run is start-up. These also tune FLA's kernels;
     # the later runs find the choice in Triton's cache.
-    ["tp2_saved", "tp1_saved", "tp2_recomputed", "cp2_recomputed"],
+    [
+        *("tp2_saved", "tp1_saved", "tp2_recomputed", "cp2_recomputed"),
+        *(f"{layout}_{fusions}" for layout in OTHER_LAYOUTS for fusions in ("unfused", "fused")),
+    ],
     ["tp1_loaded", "tp2_loaded"],
     # One after another, since steps are timed.
     *[["tp2_unfused"], ["tp2_fused"], ["cp2_unfused"], ["cp2_fused"]],
 ]
-GDN_LAYERS = {"tp2": 3, "cp2": 4}
+GDN_LAYERS = {
+    "tp2": [3],
+    "cp2": [4],
+    "pp2": [2, 1],
+    "dp2": [3],
+    "packed_tp2": [4],
+    "hybrid_tp2": [2],
+}
+"""On each pipeline rank, which logs a report of its own."""
+TIMED = ("tp2", "cp2")
 STAGES = ("pre_gated_delta_rule", "gated_output_norm")
 Runs = dict[str, Pretraining]
 
@@ -75,6 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             done = run_pretraining(
                 *("--data-path", str(data), "--data-cache-path", str(folder / f"{name}_cache")),
                 *(flag.format(folder=folder) for flag in RUNS[name]),
+                model=HYBRID_LAYERS if name.startswith("hybrid") else FOUR_LAYERS,
                 ranks=1 if name.startswith("tp1") else 2,
                 steps=STEPS,
                 timeout=240,
@@ -120,19 +146,20 @@ def test_fused_losses_agree(runs: Runs, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", GDN_LAYERS)
 def test_every_layer_is_fused(runs: Runs, layout: str) -> None:
-    number = GDN_LAYERS[layout]
-    for fusions, fused in {"unfused": 0, "fused": number, "recomputed": number}.items():
+    for fusions in ("unfused", "fused", *(("recomputed",) if layout in TIMED else ())):
         done = finished(runs, f"{layout}_{fusions}")
-        assert [fused_layers(done, stage) for stage in STAGES] == [f"{fused}/{number}"] * 2
+        wanted = [f"{0 if fusions == 'unfused' else n}/{n}" for n in GDN_LAYERS[layout]]
+        for stage in STAGES:
+            assert sorted(fused_layers(done, stage)) == sorted(wanted)
 
 
-@pytest.mark.parametrize("layout", GDN_LAYERS)
+@pytest.mark.parametrize("layout", TIMED)
 def test_recomputation_changes_no_loss(runs: Runs, layout: str) -> None:
     recomputed, fused = finished(runs, f"{layout}_recomputed"), finished(runs, f"{layout}_fused")
     assert recomputed.losses == fused.losses
 
 
-@pytest.mark.parametrize("layout", GDN_LAYERS)
+@pytest.mark.parametrize("layout", TIMED)
 def test_step_times(runs: Runs, layout: str) -> None:
     """Printed for the documentation; a time has no bound here."""
     for name in (f"{layout}_unfused", f"{layout}_fused"):
