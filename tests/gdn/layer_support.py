@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import torch
@@ -21,12 +20,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def start_one_rank() -> None:
     """Start torch.distributed and megatron's parallel state with one rank, once per process."""
     if not torch.distributed.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # A store in memory: a port could be taken by another process of the tests meanwhile.
         torch.distributed.init_process_group(
             "nccl" if DEVICE.type == "cuda" else "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            store=torch.distributed.HashStore(),
             rank=0,
             world_size=1,
         )
