@@ -144,9 +144,11 @@ def finished(runs: Runs, name: str, first: int = 1) -> Pretraining:
     return done
 
 
-def largest_difference(got: Pretraining, wanted: Pretraining) -> float:
-    """Relative, of the loss, over the steps of `got`."""
-    return max(abs(loss / wanted.losses[step] - 1) for step, loss in got.losses.items())
+def largest_difference(got: Pretraining, wanted: Pretraining, last: int = STEPS) -> float:
+    """Relative, of the loss, over the steps of `got` up to `last`."""
+    return max(
+        abs(loss / wanted.losses[step] - 1) for step, loss in got.losses.items() if step <= last
+    )
 
 
 @pytest.mark.parametrize("layout", GDN_LAYERS)
@@ -192,10 +194,10 @@ def test_step_times(folder: Path) -> None:
             flush=True,
         )
     for layout in ("tp2", "cp2"):
-        difference = largest_difference(found[f"{layout}_fused"], found[f"{layout}_unfused"])
-        print(f"{layout}: largest relative difference of a step's loss {difference:.1e}")
-        assert difference < 1e-2
-        assert [fused_layers(found[f"{layout}_fused"], stage) for stage in STAGES] == [["8/8"]] * 2
+        unfused, fused = found[f"{layout}_unfused"], found[f"{layout}_fused"]
+        assert [fused_layers(fused, stage) for stage in STAGES] == [["8/8"]] * 2
+        # Later the loss of this model jumps, at this learning rate, and any rounding with it.
+        assert largest_difference(fused, unfused, last=5) < 5e-3
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("tp2", "tp1"), ("tp1", "tp2")])
