@@ -426,8 +426,12 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
             )
             return fusion, contract, CompiledRules(fusion, contract, ("call",)), tensors
 
+        import torch  # here, since a registry without built-in kernels needs none
+
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return outside_graph(*args, **kwargs)
             # `Signature.bind` would cost more than all the rules; it is asked only for its error.
             given = dict(zip(positional, args, strict=False))
             arguments = {**defaults, **given, **kwargs}
@@ -448,6 +452,8 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
                 raise FusionUnsupportedError(Refusal(contract.name, (candidate,)))
             return function(**arguments)
 
+        # A break of the graph: judgement and launch are host code, which a trace fails at.
+        outside_graph = torch.compiler.disable(checked)
         checked.unchecked = function  # type: ignore[attr-defined]
         checked.declaration = lambda: rules()[0]  # type: ignore[attr-defined]
         return checked
