@@ -21,6 +21,11 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="tests/distributed: also what only GPUs do in seconds; without GPUs it takes minutes",
+    )
+    parser.addoption(
         "--ranks-on-cpu",
         action="store_true",
         help="tests/distributed: gloo and Triton's interpreter also where there are GPUs enough",
@@ -29,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     ranks.on_cpu = config.getoption("--ranks-on-cpu")
+    ranks.every_combination = config.getoption("--every-combination")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,6 +80,18 @@ class Case:
         return f"{self.name}-{precision}-{layout}{suffix}"
 
 
+EVERY_CASE = [
+    Case(f"{name}{'_recomputed' if more else ''}", dtype, {**fusions, **more}, packed)
+    for name, dtype, fusions in [
+        ("unfused", torch.float32, {}),
+        ("both", torch.float16, {**PRE, **NORM}),
+    ]
+    for packed in (False, True)
+    for more in ({}, RECOMPUTE)
+]
+"""Both fusions or none, dense or packed, with recomputation or without."""
+
+
 class MarkedNorm:
     """torch's RMSNorm for sequence parallelism, where megatron-core's own builder refuses it.
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 _PRELOADED = ["tests.distributed.model_on_ranks", "megatron.gdn.fusions.pre_gated_delta_rule"]
 
 _START_ON_GPU = 60.0
@@ -29,6 +31,10 @@ _START_ON_GPU = 60.0
 
 on_cpu = False
 """Ranks on the CPU also where there are GPUs enough (pytest's --ranks-on-cpu)."""
+
+
+every_combination = False
+"""Cases too many for Triton's interpreter too (pytest's --every-combination)."""
 
 
 class RankError(AssertionError):
@@ -122,6 +128,12 @@ def enough_gpus(world_size: int) -> bool:
     import torch
 
     return not on_cpu and torch.cuda.device_count() >= world_size
+
+
+def skip_unless_fast(world_size: int) -> None:
+    """Skip a test of many cases, unless GPUs run them or they were asked for."""
+    if not (every_combination or enough_gpus(world_size)):
+        pytest.skip("minutes in Triton's interpreter: with --every-combination")
 
 
 def _forkserver_on_cpu() -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.layer_on_ranks import (
+    EVERY_CASE,
     NORM,
     PRE,
     RECOMPUTE,
@@ -17,7 +18,7 @@ from tests.distributed.layer_on_ranks import (
     compare_all,
     norm_gradient_of_one_rank_each,
 )
-from tests.distributed.ranks import RankError, enough_gpus, start_ranks
+from tests.distributed.ranks import RankError, enough_gpus, skip_unless_fast, start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -66,8 +67,19 @@ def test_layer_equals_the_whole_layer(tp: int, cp: int) -> None:
     cases = CASES + (SEQUENCE_PARALLEL if tp > 1 else [])
     if tp * cp == 4:  # more processes than a small machine has cores: unfused, and all fused
         cases = [case for case in CASES if case.name in ("unfused", "both_recomputed")]
+    compare_with_the_whole(cases, tp, cp)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)], ids=["tp2", "cp2"])
+def test_every_combination(tp: int, cp: int) -> None:
+    skip_unless_fast(2)
+    compare_with_the_whole(EVERY_CASE, tp, cp, timeout=800.0)
+
+
+def compare_with_the_whole(cases: list[Case], tp: int, cp: int, timeout: float = 220.0) -> None:
     tolerance = TOLERANCE["cuda" if enough_gpus(tp * cp) else "cpu"]
-    by_rank = start_ranks(compare_all, tp * cp, cases, tp, cp)
+    by_rank = start_ranks(compare_all, tp * cp, cases, tp, cp, timeout=timeout)
     failures = [
         f"rank {rank}, {case}, {tensor}: {error:.2e} > {allowed:.2e}"
         for rank, errors in enumerate(by_rank)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.layer_on_ranks import NORM, PRE, RECOMPUTE, Case
+from tests.distributed.layer_on_ranks import EVERY_CASE, NORM, PRE, RECOMPUTE, Case
 from tests.distributed.model_on_ranks import Layout, compare_models
-from tests.distributed.ranks import start_ranks
+from tests.distributed.ranks import skip_unless_fast, start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -61,8 +61,29 @@ def tolerance(case: Case, layout: Layout) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_model_equals_the_whole(name: str) -> None:
-    layout, cases = CASES[name]
-    by_rank = start_ranks(compare_models, layout.ranks, cases, layout, timeout=200.0)
+    compare_with_the_whole(*CASES[name])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(cp=2),
+        PP2,
+        INTERLEAVED,
+        Layout(dp=2),
+        Layout(dp=2, distributed_optimizer=True),
+    ],
+    ids=["tp2", "cp2", "pp2", "interleaved", "dp2", "distributed_optimizer"],
+)
+def test_every_combination(layout: Layout) -> None:
+    skip_unless_fast(2)
+    compare_with_the_whole(layout, EVERY_CASE, timeout=800.0)
+
+
+def compare_with_the_whole(layout: Layout, cases: list[Case], timeout: float = 200.0) -> None:
+    by_rank = start_ranks(compare_models, layout.ranks, cases, layout, timeout=timeout)
     failures = [
         f"rank {rank}, {case}, {tensor}: {error:.2e} > {tolerance(case, layout):.2e}"
         for rank, found in enumerate(by_rank)

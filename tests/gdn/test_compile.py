@@ -8,12 +8,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from fusion_registry import FusionUnsupportedError
 from megatron.gdn import fusion_report
 from megatron.gdn.fusions.gated_output_norm import fused_gated_output_norm
 from megatron.gdn.fusions.pre_gated_delta_rule import fused_pre_gated_delta_rule
 from tests.gdn.layer_support import DEVICE, make_config, make_input, make_layer
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
 
 BOTH = {"gdn_pre_gated_delta_rule_fusion": True, "gdn_gated_output_norm_fusion": True}
 
@@ -31,6 +39,7 @@ def test_a_compiled_layer_runs_its_fusions() -> None:
         outs.append((out, x.grad))
     for ours, theirs in zip(*outs, strict=True):
         assert torch.equal(ours, theirs)
+    assert counters["stats"]["unique_graphs"] > 0
     for stage in ("pre_gated_delta_rule", "gated_output_norm"):
         (count,) = fusion_report(layer).stage(stage)
         assert (count.fused, count.unfused) == ({stage: 1}, 0)
@@ -76,6 +85,8 @@ def test_a_function_that_calls_one_directly(
         out = call(x)
         out.float().square().sum().backward()
         found.append((out, x.grad))
+    # Before the call and after it.
+    assert counters["stats"]["unique_graphs"] == 2
     for eager, traced in zip(*found, strict=True):
         assert torch.equal(eager, traced)
     with pytest.raises(FusionUnsupportedError, match="float64"):

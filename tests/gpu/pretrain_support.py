@@ -83,13 +83,20 @@ def fused_layers(done: Pretraining, stage: str) -> list[str]:
     return found
 
 
+def fused_calls(done: Pretraining, fusion: str) -> int:
+    """Calls of a fusion in the first step, of all layers, from the only report."""
+    (calls,) = re.findall(rf"\b{fusion} \((\d+)\)", done.output)
+    return int(calls)
+
+
 def run_pretraining(
-    *flags: str, model: str = FOUR_LAYERS, ranks: int = 1, steps: int = 50, timeout: int = 400
+    *flags: str, model: str = FOUR_LAYERS, ranks: int = 1, steps: int = 50, timeout: float = 400.0
 ) -> Pretraining:
     """Train for `steps` iterations, with a GPU for each rank.
 
     FLA tunes its kernels at first use; the results are kept in Triton's cache, so that a second
-    run with the same shapes starts quickly.
+    run with the same shapes starts quickly. A run that takes longer than `timeout` seconds has
+    another status than 0.
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -102,18 +109,36 @@ def run_pretraining(
         "TRITON_CACHE_AUTOTUNING": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    done = subprocess.run(
+    status, output = run_until(command, environment, timeout)
+    losses, times = (
+        {int(step): float(value) for step, value in pattern.findall(output)}
+        for pattern in (_LOSS, _TIME)
+    )
+    return Pretraining(status, losses, times, output)
+
+
+def run_until(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int, str]:
+    """Run a command in the repository; returns its exit status and what it printed.
+
+    After `timeout` seconds it is asked to end, not killed: torchrun then ends its ranks, which
+    would otherwise stay on the GPUs.
+    """
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
-        check=False,
-    )
-    losses, times = (
-        {int(step): float(value) for step, value in pattern.findall(done.stdout)}
-        for pattern in (_LOSS, _TIME)
-    )
-    return Pretraining(done.returncode, losses, times, done.stdout)
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                output, _ = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+            output = f"{output.rstrip()}\nended after {timeout:.0f} s"
+    return process.returncode, output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer on a GPU: bitwise megatron-core's when unfused, recomputation, device of the launch."""
+"""The layer on a GPU: bitwise megatron-core's when unfused, recomputed, compiled, its device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as CoreGatedDeltaNet
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megatron.gdn import TransformerConfig, fusion_report, get_gated_delta_net_module_spec
 from tests.gdn.layer_support import make_config, make_input, make_layer
@@ -81,7 +82,9 @@ def test_under_torch_compile() -> None:
     layer = make_layer(config(**FUSED, gdn_pre_gated_delta_rule_fusion=True))
     eager = run(layer)
     layer.zero_grad(set_to_none=True)
+    torch.compiler.reset()
     compiled = run(torch.compile(layer))
+    assert counters["stats"]["unique_graphs"] > 0
     for name, value in eager.items():
         error = (compiled[name].float() - value.float()).norm()
         assert error < 4 * 2**-8 * value.float().norm(), name

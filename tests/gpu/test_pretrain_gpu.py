@@ -12,12 +12,13 @@ import pytest
 
 from tests.gpu.pretrain_support import (
     Pretraining,
+    fused_calls,
     fused_layers,
     run_pretraining,
     write_byte_dataset,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("trainings")]
 
 STEPS = 50
 NORM = "--gdn-gated-output-norm-fusion"
@@ -103,7 +104,11 @@ def test_fused_losses_agree(train: Train, base: tuple[str, ...], flags: tuple[st
 
 @pytest.mark.parametrize("base", [(), PACKED], ids=["dense", "packed"])
 def test_recomputation_changes_no_loss(train: Train, base: tuple[str, ...]) -> None:
-    assert train(*base, PRE, NORM, *RECOMPUTE).losses == train(*base, PRE, NORM).losses
+    recomputed, fused = train(*base, PRE, NORM, *RECOMPUTE), train(*base, PRE, NORM)
+    assert recomputed.losses == fused.losses
+    calls = fused_calls(fused, "gated_output_norm")
+    assert calls > 0
+    assert fused_calls(recomputed, "gated_output_norm") == 2 * calls
 
 
 def test_a_checkpoint_goes_on_with_the_fusions_off(train: Train, folder: Path) -> None:

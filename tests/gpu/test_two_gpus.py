@@ -6,8 +6,8 @@ Layers and models on the same two GPUs are compared with the whole ones in tests
 
 from __future__ import annotations
 
+import os
 import statistics
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +22,16 @@ from tests.gpu.pretrain_support import (
     FOUR_LAYERS,
     HYBRID_LAYERS,
     Pretraining,
+    fused_calls,
     fused_layers,
     run_pretraining,
     write_byte_dataset,
 )
 
 pytestmark = [
-    pytest.mark.timeout(580),
+    # Three rounds of training, if no run ends before its own limit.
+    pytest.mark.timeout(1300),
+    pytest.mark.xdist_group("trainings"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
@@ -62,9 +65,12 @@ RUNS = {
     "tp1_loaded": (*LOAD, "--load", "{folder}/tp2"),
     "tp2_loaded": (*TP2, *FUSED, *LOAD, "--load", "{folder}/tp1"),
 }
+# A round runs side by side on the same two GPUs: most of a run is start-up. The first tunes FLA's
+# kernels, for each shape, and no more: which of several tuned variants a rank takes decides how its
+# sums are rounded, and later runs are compared bit for bit.
+TUNING = ["tp1_saved", "tp2_unfused", "cp2_unfused", "packed_tp2_unfused"]
 LOADED = ["tp1_loaded", "tp2_loaded"]
-# All at once on the same two GPUs: most of a run is start-up.
-PHASES = [[name for name in RUNS if name not in LOADED], LOADED]
+ROUNDS = [TUNING, [name for name in RUNS if name not in TUNING + LOADED], LOADED]
 
 GDN_LAYERS = {
     "tp2": [3],
@@ -98,20 +104,18 @@ Runs = dict[str, Pretraining]
 
 
 def start(name: str, flags: tuple[str, ...], folder: Path, steps: int = STEPS) -> Pretraining:
-    """Trains with a data cache of its own, and says at once how it ended: a file that is cut short
-    has said what it saw."""
+    """Train with a data cache of its own, and print at once how it ended.
+
+    What ended before the whole file was stopped is then known.
+    """
     started = time.monotonic()
-    try:
-        done = run_pretraining(
-            *("--data-path", str(folder / "stdlib"), "--data-cache-path", str(folder / name)),
-            *(flag.format(folder=folder) for flag in flags),
-            model=HYBRID_LAYERS if name.startswith("hybrid") else FOUR_LAYERS,
-            ranks=1 if name.startswith("tp1") else 2,
-            steps=steps,
-            timeout=300,
-        )
-    except subprocess.TimeoutExpired as expired:
-        done = Pretraining(-1, {}, {}, (expired.stdout or b"").decode())
+    done = run_pretraining(
+        *("--data-path", str(folder / "stdlib"), "--data-cache-path", str(folder / name)),
+        *(flag.format(folder=folder) for flag in flags),
+        model=HYBRID_LAYERS if name in ("hybrid_tp2_unfused", "hybrid_tp2_fused") else FOUR_LAYERS,
+        ranks=1 if name in ("tp1_saved", "tp1_loaded") else 2,
+        steps=steps,
+    )
     seconds = time.monotonic() - started
     print(f"\n{name}: {seconds:.0f} s, status {done.status}, losses {done.losses}", flush=True)
     return done
@@ -129,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> Runs:
     """All runs by name, whether they succeeded or not: a test speaks for its own."""
     found: Runs = {}
-    for names in PHASES:
+    for names in ROUNDS:
         with ThreadPoolExecutor(len(names)) as pool:
             done = pool.map(lambda name: start(name, RUNS[name], folder), names)
             found |= zip(names, done, strict=True)
@@ -176,17 +180,24 @@ def test_every_layer_is_fused(runs: Runs, layout: str) -> None:
 def test_recomputation_changes_no_loss(runs: Runs, layout: str) -> None:
     recomputed, fused = finished(runs, f"{layout}_recomputed"), finished(runs, f"{layout}_fused")
     assert recomputed.losses == fused.losses
+    calls = fused_calls(fused, "gated_output_norm")
+    assert calls > 0
+    assert fused_calls(recomputed, "gated_output_norm") == 2 * calls
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="steps are timed: without -n")
 def test_step_times(folder: Path) -> None:
     """One after another and alone on the GPUs; printed for the documentation, without a bound."""
     found = {}
     for name, flags in TIMED.items():
-        done = start(f"large_{name}", flags, folder, steps=TIMED_STEPS)
+        done = found[name] = start(f"large_{name}", flags, folder, steps=TIMED_STEPS)
         assert done.status == 0, done.output[-5000:]
+        assert list(done.losses) == list(range(1, TIMED_STEPS + 1))
+        layers = "0/8" if name.endswith("unfused") else "8/8"
+        assert [fused_layers(done, stage) for stage in STAGES] == [[layers]] * 2
         times = [ms for step, ms in done.step_ms.items() if step > UNTIMED]
         assert len(times) == TIMED_STEPS - UNTIMED
-        found[name] = done
         median, fastest, slowest = statistics.median(times), min(times), max(times)
         print(
             f"{name}: {median:.1f} ms a step, median of {len(times)}, {fastest:.1f} to "
@@ -195,8 +206,8 @@ def test_step_times(folder: Path) -> None:
         )
     for layout in ("tp2", "cp2"):
         unfused, fused = found[f"{layout}_unfused"], found[f"{layout}_fused"]
-        assert [fused_layers(fused, stage) for stage in STAGES] == [["8/8"]] * 2
-        # Later the loss of this model jumps, at this learning rate, and any rounding with it.
+        # No further: from step 9 on, the two at TP 2 were up to 10 % apart and came together again.
+        # This learning rate is the small model's, on which losses are compared.
         assert largest_difference(fused, unfused, last=5) < 5e-3
 
 
