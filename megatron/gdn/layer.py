@@ -311,21 +311,18 @@ class GatedDeltaNet(CoreGatedDeltaNet):
                 "packed sequences require deterministic_mode=False, got True; unpack them or "
                 "disable the mode"
             )
-        lengths = [
-            self._resolve_cu_seqlens(padded, exact, length, name, cp_size=self.cp_size)
-            for name, padded, exact in (
-                (
-                    "cu_seqlens_q",
-                    packed_seq_params.cu_seqlens_q_padded,
-                    packed_seq_params.cu_seqlens_q,
-                ),
-                (
-                    "cu_seqlens_kv",
-                    packed_seq_params.cu_seqlens_kv_padded,
-                    packed_seq_params.cu_seqlens_kv,
-                ),
+        lengths = []
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            exact = getattr(packed_seq_params, name)
+            padded = getattr(packed_seq_params, f"{name}_padded")
+            if exact is None and padded is None:
+                raise ValueError(
+                    f"packed sequences (qkv_format='thd') require {name}, got None; pass the "
+                    "cumulative lengths of the documents as both cu_seqlens_q and cu_seqlens_kv"
+                )
+            lengths.append(
+                self._resolve_cu_seqlens(padded, exact, length, name, cp_size=self.cp_size)
             )
-        ]
         if not torch.equal(*lengths):
             raise ValueError(
                 f"packed sequences require equal cu_seqlens_q and cu_seqlens_kv, got {lengths[0]} "

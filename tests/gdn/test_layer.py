@@ -365,14 +365,39 @@ def test_packed_documents_with_fusions(options: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "lengths", "message"),
-    [(2, (12,), "batch 1, got 2"), (1, (5, 6), "does not match")],
-    ids=["batch_2", "wrong_total"],
+    [
+        (2, {}, "batch 1, got 2"),
+        (1, {"q": [5, 6], "kv": [5, 6]}, "does not match"),
+        (1, {"kv": None}, "require cu_seqlens_kv, got None"),
+        (1, {"q": None}, "require cu_seqlens_q, got None"),
+        (1, {"kv": [4, 8]}, "require equal cu_seqlens_q and cu_seqlens_kv"),
+    ],
+    ids=["batch_2", "wrong_total", "no_kv", "no_q", "unequal"],
 )
-def test_bad_packing_is_refused(batch: int, lengths: tuple[int, ...], message: str) -> None:
+def test_bad_packing_is_refused(
+    batch: int, lengths: dict[str, list[int] | None], message: str
+) -> None:
     config = make_config()
     layer, x = make_layer(config), make_input(config, length=12, batch=batch)
+    params = packed(5, 7)
+    for name, documents in lengths.items():
+        value = None if documents is None else packed(*documents).cu_seqlens_q
+        setattr(params, f"cu_seqlens_{name}", value)
     with pytest.raises(ValueError, match=message):
-        layer(x, None, packed_seq_params=packed(*lengths))
+        layer(x, None, packed_seq_params=params)
+
+
+def test_padded_lengths_alone_are_enough() -> None:
+    config = make_config()
+    layer, x = make_layer(config), make_input(config, length=12, batch=1)
+    exact = packed(5, 7)
+    padded = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q_padded=exact.cu_seqlens_q,
+        cu_seqlens_kv_padded=exact.cu_seqlens_kv,
+    )
+    outs = [layer(x, None, packed_seq_params=params)[0] for params in (exact, padded)]
+    assert torch.equal(*outs)
 
 
 def test_documents_that_context_parallel_ranks_cannot_share() -> None:
