@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.resources
+import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -251,7 +252,8 @@ def load_registry(
         for plugin in importlib.metadata.entry_points(group=catalogue.entry_point_group):
             _register_plugin(plugin, catalogue, fusions, broken)
     selections: list[FileSelection] = []
-    for path in config_files:
+    # A file that is named twice is meant once.
+    for path in {os.path.abspath(path): path for path in config_files}.values():
         declared, selected = parse_declarations(
             _read_file(Path(path)), str(path), catalogue, "config file"
         )

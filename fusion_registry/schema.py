@@ -20,7 +20,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+)
 
 from fusion_registry.import_path import ImportPath
 from fusion_registry.preconditions import AnyPrecondition, Name
@@ -30,6 +37,18 @@ from fusion_registry.yaml_source import cut, short
 FusionName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=100)
 ]
+
+
+def _in_one_line(text: str) -> str:
+    """Folded as YAML folds a block, since tables and terminals show it."""
+    folded = " ".join(text.split())
+    bad = next((character for character in folded if not character.isprintable()), None)
+    if bad is not None:
+        raise ValueError(f"must be printable text, got {bad!r} in it; remove the character")
+    return folded
+
+
+Line = Annotated[str, AfterValidator(_in_one_line)]
 Determinism = Literal["deterministic", "nondeterministic", "unknown"]
 
 LARGEST_LAYER_NUMBER = 100_000
@@ -119,7 +138,7 @@ class FusionDeclaration(BaseModel):
     preconditions: tuple[AnyPrecondition, ...]
     """Rules that a call must meet; all are judged on every call. Write [] if there are none."""
 
-    description: str = ""
+    description: Line = ""
     """One line for tables."""
 
     option: Name | None = None
@@ -128,7 +147,7 @@ class FusionDeclaration(BaseModel):
     packages: Mapping[PackageName, VersionRange] = Field(default_factory=dict)
     """Distributions that it needs, with version ranges such as ">=3.4,<4"."""
 
-    source: str = ""
+    source: Line = ""
     """Where the code or the formula comes from."""
 
     @field_validator("name")

@@ -204,6 +204,12 @@ def test_a_duplicate_name_shows_both_origins(write: Write) -> None:
     )
 
 
+def test_a_file_that_is_named_twice_is_read_once(write: Write) -> None:
+    path = write(document(declaration("mine")))
+    same = path.parent / "." / ".." / path.parent.name / path.name
+    assert load(path, path, same).fusions.keys() == load(path).fusions.keys()
+
+
 def test_a_built_in_name_cannot_be_taken(write: Write) -> None:
     path = write(document(declaration("built_in_lone")))
     assert (

@@ -452,6 +452,14 @@ def test_a_bad_fusion_name_is_refused(name: Any) -> None:
     assert "mine.yaml:2: fusions[0].name: " in refusal(with_fusion(name=name))
 
 
+@pytest.mark.parametrize("field", ["description", "source"])
+def test_a_line_of_text_is_folded_and_printable(field: str) -> None:
+    fusions, _ = parse(with_fusion(**{field: "  one\n  line,\tGödel's \n"}))
+    assert getattr(fusions[0].declaration, field) == "one line, Gödel's"
+    text = refusal(with_fusion(**{field: "a \x1b[31mred\x1b[0m"}))
+    assert f"fusions[0].{field}: must be printable text, got '\\x1b' in it" in text
+
+
 def test_determinism_is_one_of_three_words() -> None:
     text = refusal(with_fusion(determinism="yes"))
     assert "mine.yaml:5: fusions[0].determinism: " in text
