@@ -13,8 +13,12 @@ from tests.distributed import ranks
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
-    # Read when a kernel is decorated, so it must be set before a test imports one.
+    # Read when a kernel is decorated, those of Triton itself among them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from megatron.gdn.triton_3_7 import speed_up_interpreter
+
+    speed_up_interpreter()
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -214,6 +214,10 @@ def backend() -> str:
 def _prepare() -> None:
     import torch
 
+    from megatron.gdn.triton_3_7 import speed_up_interpreter
+
+    speed_up_interpreter()
+
     torch.set_num_threads(1)
     # megatron-core compiles small functions on first use, for tens of seconds.
     torch.compiler.set_stance("force_eager")

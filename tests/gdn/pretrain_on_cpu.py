@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from megatron.gdn import pretrain
 from megatron.gdn.megatron_core_0_19 import compiled_datasets_helpers
+from megatron.gdn.triton_3_7 import speed_up_interpreter
 from tests.gdn.layer_support import start_one_rank
 
 STEPS = 3
@@ -57,6 +58,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.compiler.set_stance("force_eager")
+    speed_up_interpreter()
     with (
         mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
