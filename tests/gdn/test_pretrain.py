@@ -82,7 +82,7 @@ def test_training_step(packing: str, data: str) -> None:
 
 
 def test_mock_data_with_both_fusions() -> None:
-    done = run(GDN, NORM, PRE, "--mock-data")
+    done = run(GDN, NORM, PRE, "--mock-data --micro-batch-size 1 --global-batch-size 2")
     assert len(lines(done)) == 7
     assert "pre_gated_delta_rule (4)" in done.stdout
 
