@@ -428,10 +428,7 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
 
         import torch  # here, since a registry without built-in kernels needs none
 
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return outside_graph(*args, **kwargs)
+        def judged(*args: Any, **kwargs: Any) -> Any:
             # `Signature.bind` would cost more than all the rules; it is asked only for its error.
             given = dict(zip(positional, args, strict=False))
             arguments = {**defaults, **given, **kwargs}
@@ -453,7 +450,15 @@ def checked_by_declaration(name: str) -> Callable[[Callable[..., Any]], Callable
             return function(**arguments)
 
         # A break of the graph: judgement and launch are host code, which a trace fails at.
-        outside_graph = torch.compiler.disable(checked)
+        outside_graph = torch.compiler.disable(judged)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            # True as well for a plain call while another thread compiles.
+            if torch.compiler.is_compiling():
+                return outside_graph(*args, **kwargs)
+            return judged(*args, **kwargs)
+
         checked.unchecked = function  # type: ignore[attr-defined]
         checked.declaration = lambda: rules()[0]  # type: ignore[attr-defined]
         return checked

@@ -252,8 +252,12 @@ def load_registry(
         for plugin in importlib.metadata.entry_points(group=catalogue.entry_point_group):
             _register_plugin(plugin, catalogue, fusions, broken)
     selections: list[FileSelection] = []
-    # A file that is named twice is meant once.
-    for path in {os.path.abspath(path): path for path in config_files}.values():
+    read: set[str] = set()
+    for path in config_files:
+        # A file that is named twice is meant once.
+        if (identity := _identity(path)) in read:
+            continue
+        read.add(identity)
         declared, selected = parse_declarations(
             _read_file(Path(path)), str(path), catalogue, "config file"
         )
@@ -269,6 +273,14 @@ def load_registry(
             {child: stage.name for stage in catalogue.stages for child in stage.children}
         ),
     )
+
+
+def _identity(path: str | Path) -> str:
+    """The same for all names of a file. Whether it can be read is seen when it is."""
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):
+        return str(path)
 
 
 Parsed = tuple[tuple[RegisteredFusion, ...], tuple[FileSelection, ...]]

@@ -42,7 +42,9 @@ FusionName = Annotated[
 def _in_one_line(text: str) -> str:
     """Folded as YAML folds a block, since tables and terminals show it."""
     folded = " ".join(text.split())
-    bad = next((character for character in folded if not character.isprintable()), None)
+    # Joiners of letters, in Persian for one, and of emoji.
+    joined = folded.replace("\u200c", "").replace("\u200d", "")
+    bad = next((character for character in joined if not character.isprintable()), None)
     if bad is not None:
         raise ValueError(f"must be printable text, got {bad!r} in it; remove the character")
     return folded

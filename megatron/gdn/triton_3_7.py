@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ class _Nothing:
 
 _patched: set[ModuleType] = set()
 """Modules of the language that the running kernel has had replaced."""
+_running = threading.RLock()
 
 
 @functools.cache
@@ -37,7 +39,8 @@ def speed_up_interpreter() -> None:
 
     For a launch it replaces them by its own and puts them back afterwards. At every call of a
     device function it looks for them anew and finds them replaced already: half of the time of a
-    kernel that is made of device functions. Results are the same. Calling it twice is harmless.
+    kernel that is made of device functions. Results are the same. Kernels of several threads run
+    one after another. Calling it twice is harmless.
     """
     patch = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once", False):
@@ -53,10 +56,14 @@ def speed_up_interpreter() -> None:
         return scope
 
     def run_kernel(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(executor, *args, **kwargs)
-        finally:
+        with _running:
+            outer = set(_patched)
             _patched.clear()
+            try:
+                return run(executor, *args, **kwargs)
+            finally:
+                _patched.clear()
+                _patched.update(outer)
 
     patch_once.once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,9 @@ _PRELOADED = ["tests.distributed.model_on_ranks", "megatron.gdn.fusions.pre_gate
 
 _START_ON_GPU = 60.0
 """Seconds more on a GPU, where a rank imports torch itself, NCCL connects and kernels compile."""
+
+_environment = threading.Lock()
+"""Launches of several threads would put back each other's variables."""
 
 on_cpu = False
 """Ranks on the CPU also where there are GPUs enough (pytest's --ranks-on-cpu)."""
@@ -141,7 +145,7 @@ def _forkserver_on_cpu() -> Any:
     with: also on a host with GPUs its ranks see none."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
+    with _environment, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
         first = context.Process(target=_nothing)
         first.start()
         first.join()

@@ -23,8 +23,8 @@ BOTH_RECOMPUTED = Case("both_recomputed", torch.float16, BOTH_OPTIONS)
 BOTH_PACKED = Case("both_recomputed", torch.float16, BOTH_OPTIONS, packed=True)
 
 PP2, INTERLEAVED = Layout(pp=2), Layout(pp=2, chunks=2, layers=4)
-# Smaller where the stage before the recurrence is fused: a second for each layer and microbatch in
-# Triton's interpreter. test_layer_parallel has it in FP32.
+# Smaller where the stage before the recurrence is fused: up to a second for each layer and
+# microbatch in Triton's interpreter. test_layer_parallel has it in FP32.
 CASES = {
     "tp2": (Layout(tp=2), [UNFUSED, UNFUSED_PACKED, NORM_RECOMPUTED]),
     "tp2_both": (Layout(tp=2, layers=1), [BOTH_PACKED]),

@@ -206,8 +206,19 @@ def test_a_duplicate_name_shows_both_origins(write: Write) -> None:
 
 def test_a_file_that_is_named_twice_is_read_once(write: Write) -> None:
     path = write(document(declaration("mine")))
-    same = path.parent / "." / ".." / path.parent.name / path.name
-    assert load(path, path, same).fusions.keys() == load(path).fusions.keys()
+    link = path.parent / "link.yaml"
+    link.symlink_to(path)
+    assert load(path, path, link).fusions.keys() == load(path).fusions.keys()
+
+
+def test_files_whose_names_look_alike_are_all_read(tmp_path: Path) -> None:
+    for folder in ("a", "b", "b/sub"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a/link").symlink_to("../b/sub")
+    (tmp_path / "a/x.yaml").write_text(document(declaration("in_a")))
+    (tmp_path / "b/x.yaml").write_text(document(declaration("in_b")))
+    found = load(f"{tmp_path}/a/x.yaml", f"{tmp_path}/a/link/../x.yaml").fusions
+    assert {"in_a", "in_b"} < found.keys()
 
 
 def test_a_built_in_name_cannot_be_taken(write: Write) -> None:

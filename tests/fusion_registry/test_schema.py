@@ -454,8 +454,8 @@ def test_a_bad_fusion_name_is_refused(name: Any) -> None:
 
 @pytest.mark.parametrize("field", ["description", "source"])
 def test_a_line_of_text_is_folded_and_printable(field: str) -> None:
-    fusions, _ = parse(with_fusion(**{field: "  one\n  line,\tGödel's \n"}))
-    assert getattr(fusions[0].declaration, field) == "one line, Gödel's"
+    fusions, _ = parse(with_fusion(**{field: "  one\n  line,\tGödel's \u200d\n"}))
+    assert getattr(fusions[0].declaration, field) == "one line, Gödel's \u200d"
     text = refusal(with_fusion(**{field: "a \x1b[31mred\x1b[0m"}))
     assert f"fusions[0].{field}: must be printable text, got '\\x1b' in it" in text
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -78,6 +81,18 @@ def test_a_kernel_that_fails_leaves_nothing_behind() -> None:
         _kernel[(1,)](None, None, COUNT=8)
     assert not triton_3_7._patched
     assert torch.isfinite(launch()).all()
+
+
+def test_launches_of_several_threads() -> None:
+    """None undoes what another has replaced."""
+    expected, before = launch(), sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-4)
+        with ThreadPoolExecutor(3) as pool:
+            launches = [pool.submit(launch) for _ in range(12)]
+            assert all(torch.equal(done.result(), expected) for done in launches)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_calling_it_again_changes_nothing() -> None:

@@ -91,3 +91,11 @@ def test_a_function_that_calls_one_directly(
         assert torch.equal(eager, traced)
     with pytest.raises(FusionUnsupportedError, match="float64"):
         compiled(torch.zeros(shape, dtype=torch.float64, device=DEVICE))
+
+
+def test_a_plain_call_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says for the whole process that it compiles."""
+    x = torch.randn(1, 4, 2, 16).to(DEVICE, torch.bfloat16)
+    expected = output_norm(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(output_norm(x), expected)

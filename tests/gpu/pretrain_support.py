@@ -134,11 +134,14 @@ def run_until(command: list[str], environment: dict[str, str], timeout: float) -
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            said = f"ended after {timeout:.0f} s"
             process.terminate()
             try:
                 output, _ = process.communicate(timeout=60)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as expired:
+                # Its children may live and hold the pipe: what they still say is not waited for.
                 process.kill()
-                output, _ = process.communicate()
-            output = f"{output.rstrip()}\nended after {timeout:.0f} s"
+                output = (expired.output or b"").decode(errors="replace")
+                said = f"killed after {timeout:.0f} s and 60 more; its ranks may still run"
+            output = f"{output.rstrip()}\n{said}"
     return process.returncode, output

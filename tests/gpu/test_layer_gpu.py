@@ -83,6 +83,7 @@ def test_under_torch_compile() -> None:
     eager = run(layer)
     layer.zero_grad(set_to_none=True)
     torch.compiler.reset()
+    counters.clear()
     compiled = run(torch.compile(layer))
     assert counters["stats"]["unique_graphs"] > 0
     for name, value in eager.items():
