@@ -51,8 +51,7 @@ BROKEN = {
 }
 
 
-# In one process of `-n`, which makes the fixtures of the module once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugin_package")]
+pytestmark = pytest.mark.slow
 
 
 def run(command: list[Any], path: Path | None = None) -> subprocess.CompletedProcess[str]:

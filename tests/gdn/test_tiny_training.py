@@ -20,9 +20,6 @@ from megatron.gdn.tiny_training.corpus import read_file, read_standard_library
 from megatron.gdn.tiny_training.fusion_check import fusion_problems
 from tests.gdn.layer_support import make_config
 
-# In one process of `-n`, which makes the fixtures of the module once.
-pytestmark = pytest.mark.xdist_group("tiny_training")
-
 SHORT = ["--steps", "6", "--batch", "2", "--sequence", "16"]
 UNFUSED = [f"--no-{option.replace('_', '-')}" for option in OPTIONS]
 

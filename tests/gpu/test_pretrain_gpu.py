@@ -18,7 +18,7 @@ from tests.gpu.pretrain_support import (
     write_byte_dataset,
 )
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("trainings")]
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 50
 NORM = "--gdn-gated-output-norm-fusion"

@@ -31,7 +31,6 @@ from tests.gpu.pretrain_support import (
 pytestmark = [
     # Three rounds of training, if no run ends before its own limit.
     pytest.mark.timeout(1500),
-    pytest.mark.xdist_group("trainings"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
