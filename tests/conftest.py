@@ -15,12 +15,9 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is decorated, those of Triton itself among them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-import triton  # noqa: E402
+from megatron.gdn.triton_3_7 import speed_up_interpreter  # noqa: E402
 
-if triton.knobs.runtime.interpret:
-    from megatron.gdn.triton_3_7 import speed_up_interpreter
-
-    speed_up_interpreter()
+speed_up_interpreter()
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

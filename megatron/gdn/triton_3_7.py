@@ -8,6 +8,7 @@ import threading
 from types import FunctionType, ModuleType
 from typing import Any
 
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -40,10 +41,10 @@ def speed_up_interpreter() -> None:
     For a launch it replaces them by its own and puts them back afterwards. At every call of a
     device function it looks for them anew and finds them replaced already: half of the time of a
     kernel that is made of device functions. Results are the same. Kernels of several threads run
-    one after another. Calling it twice is harmless.
+    one after another. Calling it twice, or without the interpreter, is harmless.
     """
     patch = getattr(interpreter, "_patch_lang", None)
-    if patch is None or getattr(patch, "once", False):
+    if patch is None or getattr(patch, "once", False) or not triton.knobs.runtime.interpret:
         return  # another Triton is as slow as it is
     run = interpreter.GridExecutor.__call__
 
@@ -57,13 +58,11 @@ def speed_up_interpreter() -> None:
 
     def run_kernel(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with _running:
-            outer = set(_patched)
-            _patched.clear()
             try:
                 return run(executor, *args, **kwargs)
             finally:
+                # Of a launch inside of another one too, which then looks again.
                 _patched.clear()
-                _patched.update(outer)
 
     patch_once.once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once

@@ -132,9 +132,6 @@ def _prepare_machine() -> str:
 
     if not torch.cuda.is_available():
         use_triton_interpreter()
-        from megatron.gdn.triton_3_7 import speed_up_interpreter
-
-        speed_up_interpreter()
     here = Machine.here()
     interpreter = ", Triton kernels in its interpreter" if here.interpreter else ""
     return f"{here.name}{interpreter}"

@@ -200,9 +200,6 @@ def _device() -> torch.device:
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     use_triton_interpreter()
-    from megatron.gdn.triton_3_7 import speed_up_interpreter
-
-    speed_up_interpreter()
     return torch.device("cpu")
 
 
