@@ -74,6 +74,17 @@ class Pretraining:
     output: str
 
 
+def largest_difference(
+    got: Pretraining, wanted: Pretraining, last: int | None = None
+) -> tuple[float, int]:
+    """Relative, of the loss over the steps of `got` up to `last`, and the step where it is seen."""
+    return max(
+        (abs(loss / wanted.losses[step] - 1), step)
+        for step, loss in got.losses.items()
+        if last is None or step <= last
+    )
+
+
 def fused_layers(done: Pretraining, stage: str) -> list[str]:
     """`fused/all` layers of a stage, from the fusion report that each pipeline rank logs once."""
     found = []

@@ -14,6 +14,7 @@ from tests.gpu.pretrain_support import (
     Pretraining,
     fused_calls,
     fused_layers,
+    largest_difference,
     run_pretraining,
     write_byte_dataset,
 )
@@ -71,11 +72,6 @@ def _train(folder: Path, flags: tuple[str, ...]) -> Pretraining:
     return done
 
 
-def _largest_difference(got: Pretraining, wanted: Pretraining) -> tuple[float, int]:
-    """Relative, of the loss over the steps of `got`, and the step where it is seen."""
-    return max((abs(loss / wanted.losses[step] - 1), step) for step, loss in got.losses.items())
-
-
 def test_unfused_loss_falls(train: Train) -> None:
     losses = train().losses
     assert losses[STEPS] < losses[1] - 1.0
@@ -90,7 +86,7 @@ def test_unfused_loss_falls(train: Train) -> None:
 )
 def test_fused_losses_agree(train: Train, base: tuple[str, ...], flags: tuple[str, ...]) -> None:
     unfused, fused = train(*base), train(*base, *flags)
-    difference, step = _largest_difference(fused, unfused)
+    difference, step = largest_difference(fused, unfused)
     print(
         f"\n{(*base, *flags)}: loss {unfused.losses[1]:.3f} -> unfused "
         f"{unfused.losses[STEPS]:.4f}, fused {fused.losses[STEPS]:.4f}; largest relative "
@@ -121,7 +117,7 @@ def test_a_checkpoint_goes_on_with_the_fusions_off(train: Train, folder: Path) -
     assert list(after.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     # megatron-core logs the first step of a run alone, and again in its mean with the second.
     del after.losses[SAVED_AT + 2]
-    difference, step = _largest_difference(after, through)
+    difference, step = largest_difference(after, through)
     print(
         f"\nloaded unfused at step {SAVED_AT}: largest relative difference {difference:.1e}, "
         f"step {step}"
